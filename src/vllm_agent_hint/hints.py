@@ -1,0 +1,237 @@
+"""The wire schema: what a client may put under ``agent_hint``, and what it gets back.
+
+Source: vLLM RFC #52113, section 1. The models are strict (no ``"300"`` for a number) and
+closed (an unknown field is an error), since a hint that is silently ignored is worse than
+one that is refused.
+"""
+
+import json
+from enum import StrEnum
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+MAX_TTL_SECONDS: Final = 3600.0
+MAX_ID_LENGTH: Final = 256
+MAX_EDITS: Final = 16
+
+
+class HintError(ValueError):
+    """A hint that a client has to correct: HTTP 400.
+
+    Args:
+        field: Path of the offending field, such as ``agent_hint.cache_control.ttl``.
+        message: What is wrong and how to cure it. Never repeats what the client sent.
+    """
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+def _check_printable(value: str) -> str:
+    if not value.isprintable():
+        raise PydanticCustomError(
+            "not_printable", "must hold printable characters only (no control characters)"
+        )
+    return value
+
+
+Identity = Annotated[
+    str, Field(min_length=1, max_length=MAX_ID_LENGTH), AfterValidator(_check_printable)
+]
+BlockIndex = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _refuse_ranges(**supplied: int | None) -> None:
+    named = [name for name, value in supplied.items() if value is not None]
+    if named:
+        raise PydanticCustomError(
+            "ranges_off",
+            "block ranges ({names}) are not available in this version; "
+            "omit them to address the whole request context",
+            {"names": ", ".join(named)},
+        )
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class CacheControlParams(_Wire):
+    """How long the request's cacheable prefix is worth keeping after it ends.
+
+    Args:
+        type: Only ``"ephemeral"`` exists.
+        ttl: Seconds, 0 to 3600. 0 drops the lease and keeps the session's association.
+        block_offset: Protect up to this logical block only. Refused in this version.
+    """
+
+    type: Literal["ephemeral"] = "ephemeral"
+    ttl: float = Field(default=300.0, ge=0, le=MAX_TTL_SECONDS, allow_inf_nan=False)
+    block_offset: BlockIndex | None = None
+
+    @model_validator(mode="after")
+    def _whole_context_only(self) -> Self:
+        _refuse_ranges(block_offset=self.block_offset)
+        return self
+
+
+class EditType(StrEnum):
+    OFFLOAD = "offload"
+    PREFETCH = "prefetch"
+    EVICT = "evict"
+
+
+class ContextEdit(_Wire):
+    """One operation on the context that is recorded for the session.
+
+    Args:
+        type: ``"offload"``, ``"prefetch"`` or ``"evict"``.
+        block_start: First logical block of a range. Refused in this version.
+        block_end: End of the range, exclusive. Refused in this version.
+    """
+
+    type: Literal["offload", "prefetch", "evict"]
+    block_start: BlockIndex | None = None
+    block_end: BlockIndex | None = None
+
+    @model_validator(mode="after")
+    def _whole_context_only(self) -> Self:
+        _refuse_ranges(block_start=self.block_start, block_end=self.block_end)
+        return self
+
+
+class ContextManagementParams(_Wire):
+    """Edits, and when to run them.
+
+    Args:
+        manage_request: ``True``: run the edits now and answer without the model.
+            ``False``: run them after this request has succeeded.
+        edits: At most 16, applied in this order.
+    """
+
+    manage_request: bool = False
+    edits: list[ContextEdit] = Field(default_factory=list, max_length=MAX_EDITS)
+
+
+class AgentHintParams(_Wire):
+    """What an agent runtime knows about the future of a request's KV cache.
+
+    Args:
+        session_id: The agent session, 1 to 256 printable characters.
+        parent_session_id: The session that started this one; never itself.
+        cache_control: Retention of this request's prefix. Without a ``session_id`` it
+            protects the prefix under an anonymous session that ends with its lease.
+        context_management: Edits of the session's recorded context.
+    """
+
+    session_id: Identity | None = None
+    parent_session_id: Identity | None = None
+    cache_control: CacheControlParams | None = None
+    context_management: ContextManagementParams | None = None
+
+    @model_validator(mode="after")
+    def _identities_agree(self) -> Self:
+        if self.session_id is None:
+            if self.parent_session_id is not None:
+                raise PydanticCustomError(
+                    "parent_without_session", "parent_session_id needs a session_id beside it"
+                )
+            if self.edits or self.manages:
+                raise PydanticCustomError(
+                    "edits_without_session",
+                    "context_management needs a session_id: an edit applies to a session",
+                )
+        elif self.parent_session_id == self.session_id:
+            raise PydanticCustomError(
+                "own_parent", "parent_session_id must differ from session_id"
+            )
+        return self
+
+    @property
+    def manages(self) -> bool:
+        """Whether the request is answered without running the model."""
+        return self.context_management is not None and self.context_management.manage_request
+
+    @property
+    def edits(self) -> list[ContextEdit]:
+        return self.context_management.edits if self.context_management else []
+
+
+class EditStatus(StrEnum):
+    """The outcome of one edit."""
+
+    APPLIED = "applied"
+    PARTIAL = "partial"
+    CLIPPED = "clipped"
+    PENDING = "pending"
+    UNSUPPORTED = "unsupported"
+    MISSING = "missing"
+    REJECTED = "rejected"
+    FAILED = "failed"
+
+
+class EditResult(_Wire):
+    """What became of one edit.
+
+    Args:
+        type: The edit's own ``type``.
+        status: The outcome.
+        blocks: Recorded KV blocks that the edit acted on.
+        tokens: The same in prompt tokens, in the attention group that holds most.
+        reason: The outcome in words; empty where ``status`` says it all.
+    """
+
+    type: Literal["offload", "prefetch", "evict"]
+    status: EditStatus
+    blocks: int = 0
+    tokens: int = 0
+    reason: str = ""
+
+
+_CURES: Final[dict[str, str]] = {
+    "extra_forbidden": "unknown field; remove it or correct its name",
+    "model_type": "must be a JSON object",
+    "model_attributes_type": "must be a JSON object",
+}
+
+
+def parse_agent_hint(value: Any, *, field: str = "agent_hint") -> AgentHintParams:
+    """Validate a hint in any of the forms in which it travels.
+
+    Args:
+        value: A mapping, the same as a JSON string (``vllm_xargs`` carries no objects), or
+            an ``AgentHintParams``.
+        field: Where the hint stood, for error messages.
+
+    Raises:
+        HintError: Naming the first offending field and its cure.
+    """
+    if isinstance(value, AgentHintParams):
+        return value
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise HintError(field, "must be a JSON object, or a string that holds one") from None
+    try:
+        return AgentHintParams.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        path = ".".join([field, *(_printable(part) for part in first["loc"])])
+        message = _CURES.get(first["type"], first["msg"])
+        raise HintError(path, message) from None
+
+
+def _printable(part: int | str) -> str:
+    """A path element that is safe to send back: unknown field names are the client's own."""
+    return ascii(part)[1:-1][:64] if isinstance(part, str) else str(part)
