@@ -152,9 +152,7 @@ class AgentHintParams(_Wire):
                     "context_management needs a session_id: an edit applies to a session",
                 )
         elif self.parent_session_id == self.session_id:
-            raise PydanticCustomError(
-                "own_parent", "parent_session_id must differ from session_id"
-            )
+            raise PydanticCustomError("own_parent", "parent_session_id must differ from session_id")
         return self
 
     @property
@@ -191,7 +189,9 @@ class EditResult(_Wire):
         reason: The outcome in words; empty where ``status`` says it all.
     """
 
-    type: Literal["offload", "prefetch", "evict"]
+    model_config = ConfigDict(strict=False)
+
+    type: EditType
     status: EditStatus
     blocks: int = 0
     tokens: int = 0

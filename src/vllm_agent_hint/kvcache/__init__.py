@@ -1,0 +1,1 @@
+"""The classes that stand in for vLLM's own: block, free queue, pool and KV cache manager."""

@@ -1,0 +1,61 @@
+"""When the edits of an ordinary request may run: after the last of its engine requests."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+OPERATION_KEY: Final = "agent_hint_operation"
+MAX_OPEN_OPERATIONS: Final = 10_000
+
+
+@dataclass(slots=True)
+class _Operation:
+    requests_left: int
+    has_failed: bool = False
+
+
+class EditOperations:
+    """Counts the engine requests that one HTTP request has become (``n > 1``, several prompts).
+
+    Their edits run once, after the last has ended, and only if all have succeeded. A request
+    without an operation is one by itself.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, _Operation] = {}
+
+    def request_ended(self, operation: Any, *, succeeded: bool) -> bool | None:
+        """Count one engine request.
+
+        Args:
+            operation: ``{"id": str, "requests": int}`` as the front end stamped it, or None.
+            succeeded: Whether this request came to a regular end.
+
+        Returns:
+            Whether all have succeeded, if this was the last; None if others are still out.
+        """
+        if not _is_stamp(operation):
+            return succeeded
+        key, total = operation["id"], operation["requests"]
+        entry = self._open.setdefault(key, _Operation(total))
+        entry.requests_left -= 1
+        entry.has_failed |= not succeeded
+        if entry.requests_left > 0:
+            if len(self._open) > MAX_OPEN_OPERATIONS:
+                del self._open[next(iter(self._open))]
+            return None
+        del self._open[key]
+        return not entry.has_failed
+
+
+def _is_stamp(operation: Any) -> bool:
+    return (
+        isinstance(operation, dict)
+        and isinstance(operation.get("id"), str)
+        and isinstance(operation.get("requests"), int)
+    )
+
+
+def as_payload(results: Sequence[Any]) -> list[dict[str, Any]]:
+    """Edit results as plain data for msgpack."""
+    return [result.model_dump(mode="json") for result in results]

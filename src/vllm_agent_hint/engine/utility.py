@@ -1,0 +1,43 @@
+"""``EngineCore.agent_hint_rpc``: management calls, between two steps of the engine."""
+
+import time
+from typing import Any
+
+from vllm_agent_hint import seams
+from vllm_agent_hint.engine.edits import as_payload
+from vllm_agent_hint.hints import EditResult, EditStatus, EditType
+from vllm_agent_hint.sessions.intent import SessionKey
+
+
+def agent_hint_rpc(engine_core: Any, payload: dict[str, Any]) -> dict[str, Any]:
+    """Answer a call of the front end. Runs on the engine's thread, also while it is paused.
+
+    Args:
+        engine_core: vLLM's ``EngineCore``, of which this is a method.
+        payload: ``{"op": "edit", "session_id", "cache_salt", "edits", "operation_id"}`` or
+            ``{"op": "state"}``.
+
+    Returns:
+        ``{"active", "reason", "results", "stats"}``; plain data. Never raises for what a client
+        can send.
+    """
+    scheduler = engine_core.scheduler
+    sam = getattr(scheduler, "agent_hint_sam", None)
+    edits = [EditType(edit["type"]) for edit in payload.get("edits", ())]
+    if sam is None:
+        reason = getattr(scheduler, "agent_hint_reason", "") or seams.why_inactive
+        unsupported = [
+            EditResult(type=e, status=EditStatus.UNSUPPORTED, reason=reason) for e in edits
+        ]
+        return _answer(active=False, reason=reason, results=unsupported, stats=None)
+    results: list[EditResult] = []
+    if payload.get("op") == "edit":
+        key = SessionKey("", payload.get("cache_salt"), payload["session_id"])
+        results = sam.apply_edits(key, edits, time.monotonic())
+    return _answer(active=True, reason="", results=results, stats=scheduler.agent_hint_statistics())
+
+
+def _answer(
+    *, active: bool, reason: str, results: list[EditResult], stats: dict[str, Any] | None
+) -> dict[str, Any]:
+    return {"active": active, "reason": reason, "results": as_payload(results), "stats": stats}

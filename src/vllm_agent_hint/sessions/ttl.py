@@ -1,0 +1,115 @@
+"""A timer wheel for leases: one-second slots, one-hour horizon, O(1) for every operation."""
+
+import math
+from typing import Final
+
+TICK_SECONDS: Final = 1.0
+HORIZON_SECONDS: Final = 3600.0
+_NUM_SLOTS: Final = int(HORIZON_SECONDS / TICK_SECONDS) + 2
+
+
+class WheelEntry:
+    """Something with a deadline. Lives in at most one slot of one wheel.
+
+    Args:
+        deadline: Monotonic seconds.
+    """
+
+    __slots__ = ("_slot", "_wheel", "deadline")
+
+    def __init__(self, deadline: float = 0.0) -> None:
+        self.deadline = deadline
+        self._wheel: TTLManager | None = None
+        self._slot = 0
+
+    @property
+    def is_armed(self) -> bool:
+        return self._wheel is not None
+
+    def disarm(self) -> None:
+        """Leave the wheel that the entry is in, if any. O(1)."""
+        if self._wheel is not None:
+            self._wheel._take_out(self)
+
+
+class TTLManager:
+    """Fixed timer wheel.
+
+    Entries wait in the slot of the second in which they fall due. ``advance`` hands out whole
+    finished slots, so an entry comes up to one second late; ``take_due`` also looks into the
+    unfinished slot and is exact. A wheel instead of a heap: refreshing a lease, which every turn
+    of every agent does, is O(1) and leaves nothing behind.
+
+    Time is a parameter and never goes back.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._slots: list[dict[WheelEntry, None]] = [{} for _ in range(_NUM_SLOTS)]
+        self._tick = math.floor(now / TICK_SECONDS)
+        self._num_entries = 0
+
+    def __len__(self) -> int:
+        return self._num_entries
+
+    @property
+    def next_tick_at(self) -> float:
+        """When ``advance`` is worth calling next; infinity while the wheel is empty. O(1)."""
+        return (self._tick + 1) * TICK_SECONDS if self._num_entries else math.inf
+
+    def register(self, entry: WheelEntry, deadline: float) -> None:
+        """Arm an entry, or move it. A deadline beyond the horizon comes up at the horizon."""
+        entry.disarm()
+        tick = math.floor(deadline / TICK_SECONDS)
+        slot = min(max(tick, self._tick), self._tick + _NUM_SLOTS - 1) % _NUM_SLOTS
+        entry.deadline = deadline
+        entry._wheel = self
+        entry._slot = slot
+        self._slots[slot][entry] = None
+        self._num_entries += 1
+
+    def remove(self, entry: WheelEntry) -> None:
+        """Disarm an entry; no-op if it is not armed."""
+        entry.disarm()
+
+    def advance(self, now: float) -> list[WheelEntry]:
+        """Disarm and return the entries of all finished slots, soonest first."""
+        target = math.floor(now / TICK_SECONDS)
+        finished: list[WheelEntry] = []
+        if target > self._tick:
+            if self._num_entries:
+                for tick in range(self._tick, min(target, self._tick + _NUM_SLOTS)):
+                    finished += self._slots[tick % _NUM_SLOTS]
+            self._tick = target
+        return self._disarm(finished)
+
+    def take_due(self, now: float) -> list[WheelEntry]:
+        """Disarm and return every entry with ``deadline <= now``, soonest first."""
+        due = self.advance(now)
+        return due + self._disarm(
+            [e for e in self._slots[self._tick % _NUM_SLOTS] if e.deadline <= now]
+        )
+
+    def soonest(self) -> WheelEntry | None:
+        """The armed entry that falls due first. O(slots); called under pressure only."""
+        if not self._num_entries:
+            return None
+        for tick in range(self._tick, self._tick + _NUM_SLOTS):
+            slot = self._slots[tick % _NUM_SLOTS]
+            if slot:
+                return min(slot, key=lambda entry: entry.deadline)
+        raise AssertionError("an armed entry is in no slot")
+
+    def clear(self) -> None:
+        """Disarm everything."""
+        for slot in self._slots:
+            self._disarm(list(slot))
+
+    def _disarm(self, entries: list[WheelEntry]) -> list[WheelEntry]:
+        for entry in entries:
+            self._take_out(entry)
+        return sorted(entries, key=lambda entry: entry.deadline)
+
+    def _take_out(self, entry: WheelEntry) -> None:
+        del self._slots[entry._slot][entry]
+        entry._wheel = None
+        self._num_entries -= 1

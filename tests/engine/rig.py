@@ -1,0 +1,266 @@
+"""vLLM's real scheduler, KV cache manager and block pool, without a model behind them."""
+
+import inspect
+import itertools
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_agent_hint.engine.scheduler import agent_scheduler
+
+BLOCK = 16
+STOP_TOKEN = 2
+SAMPLED_TOKEN = 7
+
+
+def group_specs(kind: str) -> list[Any]:
+    """KV cache groups: ``full``, ``window`` (full + sliding window), ``state`` (full + Mamba),
+    ``all`` (the three together)."""
+    attention = dict(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    full = FullAttentionSpec(**attention)
+    window = SlidingWindowSpec(**attention, sliding_window=2 * BLOCK)
+    state = MambaSpec(
+        block_size=BLOCK,
+        shapes=((1,),),
+        dtypes=(torch.float32,),
+        mamba_cache_mode="align",
+    )
+    return {
+        "full": [full],
+        "window": [full, window],
+        "state": [full, state],
+        "all": [full, window, state],
+    }[kind]
+
+
+def _model_config() -> ModelConfig:
+    folder = Path(tempfile.gettempdir()) / "vllm-agent-hint-engine-tests"
+    folder.mkdir(exist_ok=True)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "num_hidden_layers": 1,
+        "vocab_size": 1024,
+        "max_position_embeddings": 262144,
+        "eos_token_id": STOP_TOKEN,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return ModelConfig(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="float16",
+        seed=42,
+        max_model_len=262144,
+        enforce_eager=True,
+    )
+
+
+def make_scheduler(
+    *,
+    plugged: bool,
+    num_blocks: int = 64,
+    kind: str = "full",
+    asynchronous: bool = False,
+    max_num_batched_tokens: int = 64,
+    max_num_seqs: int = 8,
+    enable_caching: bool = True,
+) -> Any:
+    """Build a stock scheduler, or one with the plugin's mixin laid over it.
+
+    Args:
+        plugged: Whether the mixin is laid over it.
+        num_blocks: Size of the block pool, the null block included.
+        kind: See ``group_specs``.
+        asynchronous: Use ``AsyncScheduler``.
+        max_num_batched_tokens: Small values chunk prefills.
+        max_num_seqs: Requests that run at once.
+        enable_caching: Prefix caching.
+    """
+    base = AsyncScheduler if asynchronous else Scheduler
+    scheduler_cls = agent_scheduler(base) if plugged else base
+    specs = group_specs(kind)
+    cache_config = CacheConfig(block_size=BLOCK, enable_prefix_caching=enable_caching)
+    if any(isinstance(spec, MambaSpec) for spec in specs):
+        cache_config.mamba_cache_mode = "align"
+    config = VllmConfig(
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=262144,
+            enable_chunked_prefill=True,
+            async_scheduling=asynchronous,
+            is_encoder_decoder=False,
+        ),
+        model_config=_model_config(),
+        cache_config=cache_config,
+        device_config=DeviceConfig("cpu"),
+        parallel_config=ParallelConfig(),
+    )
+    cache_config.num_gpu_blocks = num_blocks
+    groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
+    init_none_hash(sha256)
+    return scheduler_cls(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups
+        ),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=BLOCK,
+        hash_block_size=BLOCK,
+        log_stats=True,
+    )
+
+
+_hasher = get_request_block_hasher(BLOCK, sha256)
+
+
+def make_request(
+    request_id: str,
+    tokens: Sequence[int],
+    *,
+    max_tokens: int = 2,
+    hint: dict[str, Any] | None = None,
+    cache_salt: str | None = None,
+    extra_args: dict[str, Any] | None = None,
+) -> Request:
+    """A request as the engine core would hand it to the scheduler."""
+    extra = dict(extra_args or {})
+    if hint is not None:
+        extra["agent_hint"] = hint
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra or None)
+    optional = {"eos_token_id": STOP_TOKEN} if _takes_eos else {}
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=list(tokens),
+        sampling_params=params,
+        pooling_params=None,
+        block_hasher=_hasher,
+        cache_salt=cache_salt,
+        **optional,
+    )
+
+
+_takes_eos = "eos_token_id" in inspect.signature(Request.__init__).parameters
+
+
+@dataclass
+class Engine:
+    """A scheduler and a stand-in for the model, which always samples the same token.
+
+    Args:
+        scheduler: From ``make_scheduler``.
+        depth: Steps in flight: 1 is synchronous, 2 is what async scheduling does.
+    """
+
+    scheduler: Any
+    depth: int = 1
+    log: list[Any] = field(default_factory=list)
+    cached: dict[str, int] = field(default_factory=dict)
+    _in_flight: list[Any] = field(default_factory=list)
+    _ids: Any = field(default_factory=itertools.count)
+
+    def add(self, tokens: Sequence[int], **kwargs: Any) -> str:
+        request_id = kwargs.pop("request_id", None) or f"r{next(self._ids)}"
+        self.scheduler.add_request(make_request(request_id, tokens, **kwargs))
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> None:
+        """Schedule one step; take back the output of the oldest one that is due."""
+        output = self.scheduler.schedule()
+        for new in output.scheduled_new_reqs:
+            self.cached.setdefault(new.req_id, new.num_computed_tokens)
+        self.log.append(_summary(output))
+        self._in_flight.append(output)
+        while len(self._in_flight) >= self.depth:
+            self._return(self._in_flight.pop(0))
+
+    def drain(self) -> None:
+        while self._in_flight:
+            self._return(self._in_flight.pop(0))
+
+    def run(self, limit: int = 400) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(limit):
+            if not self.scheduler.has_unfinished_requests():
+                self.drain()
+                if not self.scheduler.has_unfinished_requests():
+                    return
+            self.step()
+        raise AssertionError("the engine does not come to rest")
+
+    def serve(self, tokens: Sequence[int], **kwargs: Any) -> int:
+        """Run one request to its end. Returns the prompt tokens that it found cached."""
+        request_id = self.add(tokens, **kwargs)
+        self.run()
+        return self.cached[request_id]
+
+    def _return(self, output: Any) -> None:
+        ids = list(output.num_scheduled_tokens)
+        sampled = []
+        for request_id in ids:
+            request = self.scheduler.requests.get(request_id)
+            finishes_prefill = request is not None and not getattr(
+                request, "is_prefill_chunk", False
+            )
+            if self.depth == 1 and request is not None:
+                finishes_prefill = request.num_computed_tokens >= request.num_tokens
+            sampled.append([SAMPLED_TOKEN] if finishes_prefill else [])
+        self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={r: i for i, r in enumerate(ids)},
+                sampled_token_ids=sampled,
+                logprobs=None,
+                prompt_logprobs_dict={},
+                pooler_output=[],
+            ),
+        )
+
+
+def _summary(output: Any) -> Any:
+    """All that a worker would see of a step."""
+    cached = output.scheduled_cached_reqs
+    return (
+        [(n.req_id, n.block_ids, n.num_computed_tokens) for n in output.scheduled_new_reqs],
+        (list(cached.req_ids), cached.new_block_ids, list(cached.num_computed_tokens)),
+        dict(output.num_scheduled_tokens),
+        sorted(output.finished_req_ids),
+        sorted(getattr(output, "preempted_req_ids", None) or ()),
+    )
