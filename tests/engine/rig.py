@@ -7,7 +7,9 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from vllm.config import (
@@ -34,8 +36,16 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_agent_hint.engine import scheduler as engine_scheduler
+from vllm_agent_hint.engine import utility as engine_utility
 from vllm_agent_hint.engine.scheduler import agent_scheduler
+from vllm_agent_hint.engine.utility import agent_hint_rpc
+from vllm_agent_hint.kvcache.block import Zone
+from vllm_agent_hint.sessions.intent import SessionKey
+from vllm_agent_hint.sessions.session import Session
+from vllm_agent_hint.settings import Settings
 
+KINDS = ("full", "window", "state", "all")
 BLOCK = 16
 STOP_TOKEN = 2
 SAMPLED_TOKEN = 7
@@ -97,6 +107,8 @@ def make_scheduler(
     max_num_batched_tokens: int = 64,
     max_num_seqs: int = 8,
     enable_caching: bool = True,
+    settings: Settings | None = None,
+    base: type | None = None,
 ) -> Any:
     """Build a stock scheduler, or one with the plugin's mixin laid over it.
 
@@ -108,8 +120,10 @@ def make_scheduler(
         max_num_batched_tokens: Small values chunk prefills.
         max_num_seqs: Requests that run at once.
         enable_caching: Prefix caching.
+        settings: The plugin's, if not those of the environment.
+        base: Another class to build, or to lay the mixin over.
     """
-    base = AsyncScheduler if asynchronous else Scheduler
+    base = base or (AsyncScheduler if asynchronous else Scheduler)
     scheduler_cls = agent_scheduler(base) if plugged else base
     specs = group_specs(kind)
     cache_config = CacheConfig(block_size=BLOCK, enable_prefix_caching=enable_caching)
@@ -132,16 +146,18 @@ def make_scheduler(
     cache_config.num_gpu_blocks = num_blocks
     groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
     init_none_hash(sha256)
-    return scheduler_cls(
-        vllm_config=config,
-        kv_cache_config=KVCacheConfig(
-            num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups
-        ),
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=BLOCK,
-        hash_block_size=BLOCK,
-        log_stats=True,
-    )
+    settings = settings or engine_scheduler.load_settings()
+    with patch.object(engine_scheduler, "load_settings", lambda: settings):
+        return scheduler_cls(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(
+                num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups
+            ),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            log_stats=True,
+        )
 
 
 _hasher = get_request_block_hasher(BLOCK, sha256)
@@ -171,6 +187,46 @@ def make_request(
         cache_salt=cache_salt,
         **optional,
     )
+
+
+def prompt(family: int, num_tokens: int) -> list[int]:
+    """A prompt; two of one family share the shorter one as their prefix."""
+    return [10 + (family * 7919 + i * i * 31 + i) % 1000 for i in range(num_tokens)]
+
+
+def hinted(session_id: str | None = None, ttl: float | None = None, *edits: str) -> dict[str, Any]:
+    """An ``agent_hint`` as a client would write it."""
+    hint: dict[str, Any] = {}
+    if session_id is not None:
+        hint["session_id"] = session_id
+    if ttl is not None:
+        hint["cache_control"] = {"ttl": ttl}
+    if edits:
+        hint["context_management"] = {"edits": [{"type": edit} for edit in edits]}
+    return hint
+
+
+class Clock:
+    """The time that the plugin's engine side reads; vLLM's own calls read the real one."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        ours = SimpleNamespace(monotonic=lambda: self.now)
+        self._patches = [
+            patch.object(engine_scheduler, "time", ours),
+            patch.object(engine_utility, "time", ours),
+        ]
+
+    def start(self) -> None:
+        for each in self._patches:
+            each.start()
+
+    def stop(self) -> None:
+        for each in self._patches:
+            each.stop()
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
 
 
 _takes_eos = "eos_token_id" in inspect.signature(Request.__init__).parameters
@@ -230,6 +286,56 @@ class Engine:
         self.run()
         return self.cached[request_id]
 
+    def edit(
+        self, session_id: str, *edits: str, cache_salt: str | None = None
+    ) -> list[dict[str, Any]]:
+        """A management call, as the engine core runs it between two steps."""
+        answer = agent_hint_rpc(
+            SimpleNamespace(scheduler=self.scheduler),
+            {
+                "op": "edit",
+                "session_id": session_id,
+                "cache_salt": cache_salt,
+                "edits": [{"type": edit} for edit in edits or ("evict",)],
+                "operation_id": "op",
+            },
+        )
+        assert answer["active"], answer["reason"]
+        results: list[dict[str, Any]] = answer["results"]
+        return results
+
+    # -- looking ---------------------------------------------------------------------------------
+
+    @property
+    def sam(self) -> Any:
+        assert self.scheduler.agent_hint_sam is not None, self.scheduler.agent_hint_reason
+        return self.scheduler.agent_hint_sam
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    def session(self, session_id: str, *, cache_salt: str | None = None) -> Session:
+        session: Session = self.sam.sessions[SessionKey("", cache_salt, session_id)]
+        return session
+
+    def free_ids(self) -> list[int]:
+        """Free blocks in the order of reuse."""
+        return [block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()]
+
+    def zone_ids(self, zone: Zone) -> list[int]:
+        """The free blocks of one zone in the order of reuse."""
+        return [block.block_id for block in self.pool.free_block_queue.iter_zone(zone)]
+
+    def cached_ids(self, tokens: Sequence[int], group: int = 0) -> list[int | None]:
+        """Which block serves each whole block of a prompt in a KV cache group, if any does."""
+        request = make_request("looked-up", tokens)
+        found = []
+        for block_hash in request.block_hashes:
+            blocks = self.pool.get_cached_block(block_hash, [group])
+            found.append(blocks[0].block_id if blocks else None)
+        return found
+
     def _return(self, output: Any) -> None:
         ids = list(output.num_scheduled_tokens)
         sampled = []
@@ -241,7 +347,7 @@ class Engine:
             if self.depth == 1 and request is not None:
                 finishes_prefill = request.num_computed_tokens >= request.num_tokens
             sampled.append([SAMPLED_TOKEN] if finishes_prefill else [])
-        self.scheduler.update_from_output(
+        outputs = self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
                 req_ids=ids,
@@ -251,6 +357,13 @@ class Engine:
                 prompt_logprobs_dict={},
                 pooler_output=[],
             ),
+        )
+        self.log.append(
+            [
+                (o.request_id, list(o.new_token_ids), o.finish_reason, o.num_cached_tokens)
+                for client in outputs.values()
+                for o in client.outputs
+            ]
         )
 
 

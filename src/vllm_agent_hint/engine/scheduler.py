@@ -14,6 +14,7 @@ from vllm_agent_hint.engine.edits import OPERATION_KEY, EditOperations
 from vllm_agent_hint.engine.scheduler_stats import FIELD
 from vllm_agent_hint.engine.statistics import take_statistics
 from vllm_agent_hint.hints import AgentHintParams, HintError, parse_agent_hint
+from vllm_agent_hint.hookspecs import release_policy
 from vllm_agent_hint.kvcache.block import AgentKVCacheBlock
 from vllm_agent_hint.kvcache.manager import (
     KVCacheManagerMixin,
@@ -66,6 +67,8 @@ class AgentSchedulerMixin:
         self._sam: SessionAwareManager | None = None
         self._tracked: dict[str, TrackedRequest] = {}
         self._operations = EditOperations()
+        self._had_sessions = False
+        """Whether there were sessions at the last statistics report."""
         self.agent_hint_reason = ""
         """Why hints have no effect; empty if they have."""
         modules = [sys.modules[c.__module__] for c in type(self).__mro__]
@@ -85,8 +88,13 @@ class AgentSchedulerMixin:
         self.agent_hint_reason = _why_not(manager)
         if self.agent_hint_reason:
             return
+        settings = load_settings()
         self._sam = SessionAwareManager(
-            manager.block_pool, manager.group_layouts(), load_settings(), time.monotonic()
+            manager.block_pool,
+            manager.group_layouts(),
+            settings,
+            time.monotonic(),
+            release_policy(settings),
         )
         manager.sam = self._sam
         manager.tracked = self._tracked
@@ -124,17 +132,23 @@ class AgentSchedulerMixin:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """As stock, after expiring what is due. On the path of every step: one comparison."""
+        self._expire_due()
+        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+
+    def _expire_due(self) -> None:
         if self._sam is not None:
             now = time.monotonic()
             if now >= self._sam.next_tick_at:
                 self._tick(now)
-        return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """As stock, with our part in the field that ``statistics`` has added."""
         stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
         if stats is not None and self._sam is not None and hasattr(stats, FIELD):
-            setattr(stats, FIELD, self.agent_hint_statistics())
+            has_sessions = bool(self._sam.sessions)
+            if has_sessions or self._had_sessions:
+                setattr(stats, FIELD, self.agent_hint_statistics())
+            self._had_sessions = has_sessions
         return stats
 
     @_outlives_sam

@@ -1,0 +1,1 @@
+"""Between the client and the engine: carrying hints, answering management requests, metrics."""

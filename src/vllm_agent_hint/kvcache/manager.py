@@ -95,16 +95,18 @@ class KVCacheManagerMixin:
             if tracked is not None:
                 known = tracked.num_hits.get(group, len(blocks))
                 tracked.num_hits[group] = min(known, len(blocks))
-                hit = [b for b in blocks if not b.is_null]
+                hit = blocks
             else:
                 # A block that nobody runs on or records is nobody's to protect.
-                hit = [b for b in blocks if (b._session_ref_cnt or b.ref_cnt) and not b.is_null]
+                hit = [b for b in blocks if b._session_ref_cnt or b.ref_cnt]
+            if hit and hit[0].is_null:
+                hit = [b for b in hit if not b.is_null]
             if hit:
                 sam.ledger.note_hits(
                     tracked.live.session if tracked is not None else None,
                     group,
                     [b.block_id for b in hit],
-                    [b._block_hash for b in hit],
+                    (b._block_hash for b in hit),
                 )
 
     # -- what a request leaves behind ------------------------------------------------------------

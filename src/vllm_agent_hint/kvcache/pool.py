@@ -116,14 +116,15 @@ class AgentBlockPool(BlockPool):
         blocks = self.blocks
         each = ttl_expire_at if isinstance(ttl_expire_at, Sequence) else None
         deadline = ttl_expire_at if not isinstance(ttl_expire_at, Sequence) else None
+        is_renewal = not session_ref_delta and deadline
         for k, block_id in enumerate(block_ids):
             block = blocks[block_id]
             expected = expected_block_hashes[k]
-            if block._block_hash is not expected and block._block_hash != expected:
-                done.refused.append((block_id, self._why_refused(block)))
+            if is_renewal and block._block_hash is expected and block._ttl_expire_at:
+                block._ttl_expire_at = deadline
                 continue
-            if block.is_null:
-                done.refused.append((block_id, BlockMetaUpdateResult.NULL_BLOCK))
+            if block._block_hash != expected or block.is_null:
+                done.refused.append((block_id, self._why_refused(block)))
                 continue
             count = block._session_ref_cnt + session_ref_delta
             if count < 0:
@@ -131,9 +132,6 @@ class AgentBlockPool(BlockPool):
                 continue
             if each is not None:
                 deadline = each[k]
-            if not session_ref_delta and deadline and block._ttl_expire_at:
-                block._ttl_expire_at = deadline
-                continue
             before = block.zone
             block._session_ref_cnt = count
             if deadline is not None:

@@ -87,17 +87,18 @@ class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
 
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
         """Put blocks at the back of their zones, in this order. On the path of every free."""
-        if not self.has_sessions:
-            super().append_n(blocks)
-            return
-        retained = [b for b in blocks if b._session_ref_cnt or b._ttl_expire_at]
-        if not retained:
-            super().append_n(blocks)
-            return
-        super().append_n([b for b in blocks if not (b._session_ref_cnt or b._ttl_expire_at)])
-        for block in retained:
-            end = self._end if block._ttl_expire_at else self._boundary
-            self._insert(end.prev_free_block, block, end)
+        if self.has_sessions:
+            protected = [b for b in blocks if b._ttl_expire_at]
+            if protected:
+                self._append_before(self._end, protected)
+                if len(protected) == len(blocks):
+                    return
+                blocks = [b for b in blocks if not b._ttl_expire_at]
+            held = [b for b in blocks if b._session_ref_cnt]
+            if held:
+                self._append_before(self._boundary, held)
+                blocks = [b for b in blocks if not b._session_ref_cnt]
+        super().append_n(blocks)
 
     def enter(self, blocks: list[AgentKVCacheBlock], placement: Placement) -> None:
         """Move free blocks that have changed zone into the one that their scalars name.
@@ -108,13 +109,12 @@ class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
         """
         for block in blocks:
             self.remove(block)
-        at_front = placement is Placement.FRONT
         for zone, (start, end) in enumerate(self._bounds):
-            before = start if at_front else end.prev_free_block
-            for block in blocks:
-                if block.zone == zone:
-                    self._insert(before, block, before.next_free_block)
-                    before = block
+            entering = [block for block in blocks if block.zone == zone]
+            if entering and placement is Placement.BACK:
+                self._append_before(end, entering)
+            elif entering:
+                self._append_before(start.next_free_block, entering)
 
     def fold(self) -> None:
         """Make every free block ordinary, in the order in which they lie. O(1)."""
@@ -125,10 +125,15 @@ class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
         self.has_sessions = False
         self.taken = []
 
-    def _insert(self, before: KVCacheBlock, block: KVCacheBlock, after: KVCacheBlock) -> None:
-        _link(before, block)
-        _link(block, after)
-        self.num_free_blocks += 1
+    def _append_before(self, end: KVCacheBlock, blocks: list[KVCacheBlock]) -> None:
+        """Put blocks, in this order, in front of a node. On the path of every free."""
+        last = end.prev_free_block
+        for block in blocks:
+            block.prev_free_block = last
+            last.next_free_block = block
+            last = block
+        _link(last, end)
+        self.num_free_blocks += len(blocks)
 
     # -- looking -------------------------------------------------------------------------------
 

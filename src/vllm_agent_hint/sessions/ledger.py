@@ -209,26 +209,21 @@ class Ledger:
             chain.logical = None
         return gained
 
-    def release_exclusive_first(self, lineage: Lineage) -> int:
-        """End every record; what nobody else has use for is the next to be reused, tail first.
-
-        Returns:
-            Blocks that went to the front of the line.
-        """
+    def release_exclusive(self, lineage: Lineage, placement: Placement) -> None:
+        """End every record; what nobody else has use for goes where ``placement`` says."""
         records = self._tail_first(lineage)
         exclusive = [(c, i) for c, i in records if self.is_exclusive(c, i)]
         others = [(c, i) for c, i in records if not self.is_exclusive(c, i)]
-        for part, placement in ((exclusive, Placement.FRONT), (others, Placement.BACK)):
+        for part, entering in ((exclusive, placement), (others, Placement.BACK)):
             self._release(
                 [c.block_ids[i] for c, i in part],
                 [c.hashes[i] for c, i in part],
                 [c for c, _ in part],
-                placement=placement,
+                placement=entering,
             )
         for chain in lineage.chains:
             chain.truncate(0)
         self.release_all(lineage)
-        return len(exclusive)
 
     def release_tail(
         self,
@@ -368,7 +363,7 @@ class Ledger:
     # -- what the pool reports -----------------------------------------------------------------
 
     def note_hits(
-        self, session: Session | None, group: int, block_ids: Sequence[int], hashes: Sequence[bytes]
+        self, session: Session | None, group: int, block_ids: list[int], hashes: Iterable[bytes]
     ) -> None:
         """A request was served from these blocks; remember which of them belong to others.
 
@@ -378,7 +373,7 @@ class Ledger:
             session: The request's own, or None if it is not hinted.
             group: KV cache group.
             block_ids: What it was served from, in token order.
-            hashes: The blocks' own hash objects.
+            hashes: The blocks' own hash objects; not asked for where nothing is to be noted.
         """
         if session is None:
             self._outside_hits.update(zip(block_ids, hashes, strict=True))

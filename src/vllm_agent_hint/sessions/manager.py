@@ -23,6 +23,7 @@ from vllm_agent_hint.sessions.lineage import (
     digests,
     eviction_order,
 )
+from vllm_agent_hint.sessions.policy import ReleasePolicy
 from vllm_agent_hint.sessions.session import IdleLimit, LiveRequest, Session
 from vllm_agent_hint.sessions.ttl import TTLManager, WheelEntry
 from vllm_agent_hint.settings import Settings
@@ -47,16 +48,23 @@ class SessionAwareManager:
     Args:
         port: Marks the blocks.
         layouts: One per KV cache group.
-        settings: Bounds and placements.
+        settings: Bounds.
         now: Monotonic seconds.
+        policy: Where released blocks go; None for what the settings say.
     """
 
     def __init__(
-        self, port: BlockMetaPort, layouts: Sequence[GroupLayout], settings: Settings, now: float
+        self,
+        port: BlockMetaPort,
+        layouts: Sequence[GroupLayout],
+        settings: Settings,
+        now: float,
+        policy: ReleasePolicy | None = None,
     ) -> None:
         self._port = port
         self._layouts = tuple(layouts)
         self._settings = settings
+        self._policy = policy or ReleasePolicy(expired=settings.expired_enters)
         self._max_retained = int(settings.protected_share * (port.num_gpu_blocks - 1))
         self.ledger = Ledger(port, layouts)
         self.sessions: dict[Hashable, Session] = {}
@@ -211,7 +219,7 @@ class SessionAwareManager:
         session = self.sessions.get(key)
         if session is None:
             return False
-        self.ledger.release_exclusive_first(session.lineage)
+        self.ledger.release_exclusive(session.lineage, self._policy.evicted)
         self._free(session)
         self._reschedule()
         return True
@@ -247,7 +255,7 @@ class SessionAwareManager:
         resident = [sum(b != LOST for b in chain.block_ids) for chain in lineage.chains]
         had_expired = bool(session.history)
         spared = self._bequeath(session, now)
-        self.ledger.release_exclusive_first(lineage)
+        self.ledger.release_exclusive(lineage, self._policy.evicted)
         self._end_leases(lineage)
         self._drop_history(session)
         if not session.live:
@@ -531,7 +539,7 @@ class SessionAwareManager:
                 lineage,
                 budget,
                 floor_token=lineage.trim_to,
-                placement=self._settings.expired_enters,
+                placement=self._policy.expired,
                 history=hashes,
             )
             self._remember(lineage.session, hashes)

@@ -57,7 +57,11 @@ class TTLManager:
         return (self._tick + 1) * TICK_SECONDS if self._num_entries else math.inf
 
     def register(self, entry: WheelEntry, deadline: float) -> None:
-        """Arm an entry, or move it. A deadline beyond the horizon comes up at the horizon."""
+        """Arm an entry, or move it.
+
+        A deadline beyond the wheel's horizon waits in the last slot, and again from there. That
+        is every deadline for a wheel that was empty, and so not advanced, for an hour.
+        """
         entry.disarm()
         tick = math.floor(deadline / TICK_SECONDS)
         slot = min(max(tick, self._tick), self._tick + _NUM_SLOTS - 1) % _NUM_SLOTS
@@ -80,7 +84,13 @@ class TTLManager:
                 for tick in range(self._tick, min(target, self._tick + _NUM_SLOTS)):
                     finished += self._slots[tick % _NUM_SLOTS]
             self._tick = target
-        return self._disarm(finished)
+        due: list[WheelEntry] = []
+        for entry in self._disarm(finished):
+            if entry.deadline < target * TICK_SECONDS:
+                due.append(entry)
+            else:
+                self.register(entry, entry.deadline)
+        return due
 
     def take_due(self, now: float) -> list[WheelEntry]:
         """Disarm and return every entry with ``deadline <= now``, soonest first."""
@@ -93,11 +103,15 @@ class TTLManager:
         """The armed entry that falls due first. O(slots); called under pressure only."""
         if not self._num_entries:
             return None
+        soonest: WheelEntry | None = None
         for tick in range(self._tick, self._tick + _NUM_SLOTS):
-            slot = self._slots[tick % _NUM_SLOTS]
-            if slot:
-                return min(slot, key=lambda entry: entry.deadline)
-        raise AssertionError("an armed entry is in no slot")
+            # An entry lies in the slot of its deadline, or before it: see ``register``.
+            if soonest is not None and soonest.deadline < tick * TICK_SECONDS:
+                break
+            for entry in self._slots[tick % _NUM_SLOTS]:
+                if soonest is None or entry.deadline < soonest.deadline:
+                    soonest = entry
+        return soonest
 
     def clear(self) -> None:
         """Disarm everything."""

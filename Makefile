@@ -1,0 +1,36 @@
+# Everything runs in .venv, which scripts/setup_env.py makes and keeps up to date.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help env demo test lint format bench clean
+
+help:
+	@echo "make demo    vLLM with hints off and on under the same load: a table, out/demo.json, out/demo.html"
+	@echo "make test    ruff, mypy and every test, the ones with a real server included"
+	@echo "make bench   what the plugin costs beside stock vLLM: out/overhead.json"
+	@echo "make lint    ruff and mypy only        make format  let ruff rewrite the files"
+	@echo "make clean   remove .venv, out/ and every cache"
+
+env:
+	@$(PYTHON) scripts/setup_env.py
+
+demo: env
+	@$(BIN)/vllm-agent-hint demo
+
+bench: env
+	@$(BIN)/vllm-agent-hint bench overhead --json out/overhead.json
+
+lint: env
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+test: lint
+	@$(BIN)/pytest
+
+format: env
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+clean:
+	rm -rf .venv out build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

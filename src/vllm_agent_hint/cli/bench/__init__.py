@@ -1,0 +1,32 @@
+"""``vllm-agent-hint bench``: what the plugin costs, stock vLLM beside it.
+
+One command per file; each registers itself on ``app`` with one line here.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def bench() -> None:
+    """Measure what the plugin costs, stock vLLM beside it."""
+
+
+@app.command()
+def overhead(
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures to this file.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option(help="A tenth of the repetitions; decides nothing.")
+    ] = False,
+) -> None:
+    """What the plugin costs an engine, per block, step, turn and tick. No model runs."""
+    from vllm_agent_hint.cli.bench.overhead import run_overhead
+
+    run_overhead(json_file, Console(), quick=quick)

@@ -1,0 +1,171 @@
+"""Calls to the engines outside any request: edits now, and the state of sessions.
+
+``EngineCore.agent_hint_rpc`` (see ``engine/``) answers on each engine's own thread, between two
+steps. A session may live on several data-parallel engines, so every engine is asked and the
+answers are merged.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from vllm_agent_hint.frontend import metrics
+from vllm_agent_hint.frontend.fail_open import name_once
+from vllm_agent_hint.hints import AgentHintParams, EditResult, EditStatus, EditType
+
+RPC_METHOD: Final = "agent_hint_rpc"
+
+# Best first. What an engine did counts above what another could not do; an engine that failed
+# may hold the session, so a `missing` elsewhere must not hide it.
+_RANKED: Final = (
+    EditStatus.APPLIED,
+    EditStatus.PARTIAL,
+    EditStatus.CLIPPED,
+    EditStatus.PENDING,
+    EditStatus.REJECTED,
+    EditStatus.FAILED,
+    EditStatus.UNSUPPORTED,
+    EditStatus.MISSING,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAnswer:
+    """What one engine said to one call.
+
+    Args:
+        engine: Its data-parallel index, as in vLLM's ``engine`` label.
+        active: Whether hints act on this engine.
+        reason: Why not.
+        results: One per edit, in the order of the edits; empty where none were sent.
+        stats: Gauges and deltas for ``metrics``, if it sent any.
+    """
+
+    engine: int
+    active: bool
+    reason: str = ""
+    results: tuple[EditResult, ...] = ()
+    stats: dict[str, Any] | None = None
+
+
+def edit_call(hint: AgentHintParams, cache_salt: str | None, operation_id: str) -> dict[str, Any]:
+    """The payload that runs a hint's edits now."""
+    return {
+        "op": "edit",
+        "session_id": hint.session_id,
+        "cache_salt": cache_salt,
+        "edits": [edit.model_dump(mode="json", exclude_none=True) for edit in hint.edits],
+        "operation_id": operation_id,
+    }
+
+
+async def call_engines(engine_client: Any, payload: dict[str, Any]) -> list[EngineAnswer]:
+    """Ask every engine of an ``AsyncLLM``. Never raises: an engine that can't answer has failed."""
+    edits = payload.get("edits", [])
+    try:
+        core_client = engine_client.engine_core
+        engines = list(core_client.core_engines)
+        replies = await asyncio.gather(
+            *(
+                core_client._call_utility_async(RPC_METHOD, payload, engine=engine)
+                for engine in engines
+            ),
+            return_exceptions=True,
+        )
+    except Exception as error:
+        return [_failure(0, edits, error)]
+    # An engine's identity on the wire is its rank in two little-endian bytes.
+    answers = [
+        _read(int.from_bytes(engine, "little"), edits, reply)
+        for engine, reply in zip(engines, replies, strict=True)
+    ]
+    _take_stats(engine_client, answers)
+    return answers
+
+
+def call_engine(llm_engine: Any, payload: dict[str, Any]) -> list[EngineAnswer]:
+    """Ask the engine of an offline ``LLM``, in this process or another one. Never raises."""
+    edits = payload.get("edits", [])
+    try:
+        core_client = llm_engine.engine_core
+        in_process = getattr(core_client, "engine_core", None)
+        reply = (
+            getattr(in_process, RPC_METHOD)(payload)
+            if in_process is not None
+            else core_client.call_utility(RPC_METHOD, payload)
+        )
+    except Exception as error:
+        reply = error
+    answers = [_read(0, edits, reply)]
+    _take_stats(llm_engine, answers)
+    return answers
+
+
+def merge_results(answers: Sequence[EngineAnswer]) -> list[EditResult]:
+    """One result per edit: the best status among the engines, blocks and tokens summed.
+
+    What some engine did is `partial` where another one failed, since that one may hold a part
+    of the session.
+    """
+    return [
+        _merge(of_one_edit)
+        for of_one_edit in zip(*(answer.results for answer in answers), strict=True)
+    ]
+
+
+def _merge(results: Sequence[EditResult]) -> EditResult:
+    best = min(results, key=lambda result: _RANKED.index(result.status))
+    status, reason = best.status, best.reason
+    failed = [result for result in results if result.status is EditStatus.FAILED]
+    if failed and status is EditStatus.APPLIED:
+        status = EditStatus.PARTIAL
+        reason = f"{len(failed)} of {len(results)} engines failed: {failed[0].reason}"
+    return EditResult(
+        type=best.type,
+        status=status,
+        blocks=sum(result.blocks for result in results),
+        tokens=sum(result.tokens for result in results),
+        reason=reason,
+    )
+
+
+def _read(engine: int, edits: Sequence[dict[str, Any]], reply: Any) -> EngineAnswer:
+    """One engine's reply, which may be an exception, as an answer with a result per edit."""
+    if isinstance(reply, BaseException):
+        return _failure(engine, edits, reply)
+    try:
+        active, reason, stats = reply["active"], reply["reason"], reply.get("stats")
+        if not active:
+            results = _same_for_all(edits, EditStatus.UNSUPPORTED, reason)
+        else:
+            results = tuple(EditResult.model_validate(result) for result in reply["results"])
+        if len(results) != len(edits):
+            raise ValueError(f"{len(results)} results for {len(edits)} edits")
+    except Exception as error:
+        return _failure(engine, edits, error)
+    return EngineAnswer(engine, active, reason, results, stats)
+
+
+def _failure(engine: int, edits: Sequence[dict[str, Any]], error: BaseException) -> EngineAnswer:
+    name_once("a call to an engine failed; its edits answer `failed`", error)
+    reason = f"engine {engine} could not answer ({type(error).__name__}); the server's log has more"
+    return EngineAnswer(
+        engine, False, reason, _same_for_all(edits, EditStatus.FAILED, reason), None
+    )
+
+
+def _same_for_all(
+    edits: Sequence[dict[str, Any]], status: EditStatus, reason: str
+) -> tuple[EditResult, ...]:
+    return tuple(
+        EditResult(type=EditType(edit["type"]), status=status, reason=reason) for edit in edits
+    )
+
+
+def _take_stats(engine_client: Any, answers: Sequence[EngineAnswer]) -> None:
+    """Bring the metrics up to date: an engine that idles sends no statistics of its own."""
+    manager = getattr(engine_client, "logger_manager", None)
+    for answer in answers:
+        if answer.stats is not None:
+            metrics.take(manager, answer.engine, answer.stats)

@@ -1,0 +1,297 @@
+"""Invariants 2 to 7 inside vLLM's real scheduler, under anything that clients and operators do."""
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.engine.invariants import check_invariants, check_nothing_left
+from tests.engine.rig import SAMPLED_TOKEN, Clock, Engine, hinted, make_scheduler, prompt
+from vllm_agent_hint.settings import Placement, Settings
+
+SESSIONS = ("a", "b", "c")
+session_ids = st.sampled_from(SESSIONS)
+ttls = st.sampled_from([None, None, 0.0, 5.0, 60.0, 300.0])
+lengths = st.sampled_from([1, 15, 16, 17, 33, 48, 64, 100, 160])
+shared_lengths = st.sampled_from([0, 16, 40, 64])
+output_lengths = st.sampled_from([1, 2, 5, 20, 40])
+cache_salts = st.sampled_from([None, None, None, "salt"])
+
+
+class HintedScheduler(RuleBasedStateMachine):
+    """One engine; hinted and unhinted requests, edits, expiry, pressure, resets and aborts."""
+
+    kind = "full"
+    asynchronous = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.clock.start()
+        self.contexts: dict[str, list[int]] = {}
+        self.num_operations = 0
+
+    @initialize(
+        num_blocks=st.sampled_from([20, 28, 40, 64]),
+        max_num_batched_tokens=st.sampled_from([16, 48, 128]),
+        protected_share=st.sampled_from([0.0, 0.3, 0.8, 1.0]),
+        max_records=st.sampled_from([0, 6, 1000, 1000]),
+        max_sessions=st.sampled_from([1, 2, 100, 100]),
+        max_history=st.sampled_from([3, 1000]),
+        release_slice=st.sampled_from([1, 1024]),
+        renew=st.booleans(),
+        expired_enters=st.sampled_from(Placement),
+    )
+    def start(self, num_blocks: int, max_num_batched_tokens: int, **bounds: object) -> None:
+        self.engine = Engine(
+            make_scheduler(
+                plugged=True,
+                kind=self.kind,
+                asynchronous=self.asynchronous,
+                num_blocks=num_blocks,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_seqs=4,
+                settings=Settings(**bounds),
+            ),
+            depth=2 if self.asynchronous else 1,
+        )
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    @rule(
+        family=st.integers(0, 3),
+        shared=shared_lengths,
+        length=lengths,
+        max_tokens=output_lengths,
+        cache_salt=cache_salts,
+    )
+    def unhinted_request(
+        self, family: int, shared: int, length: int, max_tokens: int, cache_salt: str | None
+    ) -> None:
+        self.engine.add(
+            _tokens(family, shared, length), max_tokens=max_tokens, cache_salt=cache_salt
+        )
+
+    @rule(
+        session_id=session_ids,
+        ttl=ttls,
+        family=st.integers(0, 3),
+        shared=shared_lengths,
+        length=lengths,
+        max_tokens=output_lengths,
+        cache_salt=cache_salts,
+        evicts=st.booleans(),
+    )
+    def first_turn(
+        self,
+        session_id: str,
+        ttl: float | None,
+        family: int,
+        shared: int,
+        length: int,
+        max_tokens: int,
+        cache_salt: str | None,
+        evicts: bool,
+    ) -> None:
+        """A session begins, or another prompt of it: also while one of it is running."""
+        tokens = _tokens(family, shared, length)
+        self.engine.add(
+            tokens,
+            max_tokens=max_tokens,
+            cache_salt=cache_salt,
+            hint=hinted(session_id, ttl, *["evict"] * evicts),
+        )
+        self.contexts[session_id] = tokens + [SAMPLED_TOKEN] * max_tokens
+
+    @precondition(lambda self: self.contexts)
+    @rule(
+        data=st.data(),
+        ttl=ttls,
+        length=st.sampled_from([1, 10, 16, 40]),
+        rewinds=st.sampled_from([0, 0, 0, 20]),
+    )
+    def next_turn(self, data: st.DataObject, ttl: float | None, length: int, rewinds: int) -> None:
+        """The context so far, or all of it but a stripped tail, and something new."""
+        session_id = data.draw(st.sampled_from(sorted(self.contexts)))
+        before = self.contexts[session_id]
+        before = before[: max(1, len(before) - rewinds)][:200]
+        tokens = before + prompt(17 + len(before), length)
+        self.engine.add(tokens, hint=hinted(session_id, ttl))
+        self.contexts[session_id] = tokens + [SAMPLED_TOKEN] * 2
+
+    @rule(
+        family=st.integers(0, 3),
+        shared=shared_lengths,
+        length=lengths,
+        ttl=st.sampled_from([0.0, 5.0, 300.0]),
+    )
+    def anonymous_protection(self, family: int, shared: int, length: int, ttl: float) -> None:
+        self.engine.add(_tokens(family, shared, length), hint=hinted(None, ttl))
+
+    @rule(session_id=session_ids, family=st.integers(0, 3), length=lengths, n=st.integers(2, 3))
+    def siblings(self, session_id: str, family: int, length: int, n: int) -> None:
+        """What one HTTP request with ``n > 1`` becomes."""
+        self.num_operations += 1
+        stamp = {"id": f"op{self.num_operations}", "requests": n}
+        for _ in range(n):
+            self.engine.add(
+                _tokens(family, 16, length),
+                hint=hinted(session_id, 60.0, "evict"),
+                extra_args={"agent_hint_operation": stamp},
+            )
+
+    @precondition(lambda self: self.engine.scheduler.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.engine.abort(data.draw(st.sampled_from(sorted(self.engine.scheduler.requests))))
+
+    # -- time --------------------------------------------------------------------------------------
+
+    @rule(n=st.integers(1, 12))
+    def steps(self, n: int) -> None:
+        for _ in range(n):
+            self.engine.step()
+            check_invariants(self.engine.scheduler)
+
+    @rule(seconds=st.sampled_from([0.3, 1.0, 6.0, 61.0, 301.0, 1801.0, 4000.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    # -- management --------------------------------------------------------------------------------
+
+    @rule(session_id=session_ids, cache_salt=cache_salts)
+    def evict(self, session_id: str, cache_salt: str | None) -> None:
+        """Invariant 6: neither what is running nor another session's claim changes."""
+        key = ("", cache_salt, session_id)
+        before = self._undisturbed(key)
+        results = self.engine.edit(session_id, "evict", cache_salt=cache_salt)
+        assert [r["status"] for r in results] in (["applied"], ["missing"])
+        assert self._undisturbed(key) == before
+
+    def _undisturbed(self, key: object) -> object:
+        pool = self.engine.pool
+        coordinator = self.engine.scheduler.kv_cache_manager.coordinator
+        tables = [
+            {request: [b.block_id for b in blocks] for request, blocks in m.req_to_blocks.items()}
+            for m in coordinator.single_type_managers
+        ]
+        others = {}
+        for other, session in self.engine.sam.sessions.items():
+            if other != key and not session.is_heir:
+                lineage = session.lineage
+                others[other] = (
+                    [(list(c.block_ids), list(c.hashes)) for c in lineage.chains],
+                    [(lease.deadline, lease.is_armed) for lease in lineage.leases],
+                )
+        return [(b.ref_cnt, b.block_hash) for b in pool.blocks], tables, others
+
+    @rule(running_too=st.booleans())
+    def reset(self, running_too: bool) -> None:
+        sam = self.engine.sam
+        sessions = [key for key, s in sam.sessions.items() if not s.is_anonymous]
+        marks = _marks(self.engine)
+        if self.engine.scheduler.reset_prefix_cache(reset_running_requests=running_too):
+            assert not any(_marks(self.engine))
+            assert sam.ledger.index.num_records == 0
+        else:
+            assert not running_too
+            assert _marks(self.engine) == marks
+        assert [key for key, s in sam.sessions.items() if not s.is_anonymous] == sessions
+
+    @rule(data=st.data())
+    def take_blocks(self, data: st.DataObject) -> None:
+        """Invariant 5: an allocation succeeds exactly when as many blocks are free as it wants."""
+        pool = self.engine.pool
+        free = pool.get_num_free_blocks()
+        n = data.draw(st.integers(0, free + 1))
+        if n > free:
+            with pytest.raises(ValueError, match="Cannot get"):
+                pool.get_new_blocks(n)
+            return
+        blocks = pool.get_new_blocks(n)
+        assert len({b.block_id for b in blocks}) == n
+        assert all(b.ref_cnt == 1 and b.block_hash is None for b in blocks)
+        assert pool.get_num_free_blocks() == free - n
+        check_invariants(self.engine.scheduler)
+        pool.free_blocks(reversed(blocks))
+
+    @rule(data=st.data())
+    def content_is_invalidated(self, data: st.DataObject) -> None:
+        """What a KV connector does with blocks whose load has failed."""
+        ids = st.sets(st.integers(1, len(self.engine.pool.blocks) - 1), max_size=4)
+        self.engine.scheduler.kv_cache_manager.evict_blocks(data.draw(ids))
+
+    @rule()
+    def statistics(self) -> None:
+        stats = self.engine.scheduler.agent_hint_statistics()
+        assert sum(stats["blocks"].values()) == self.engine.pool.num_gpu_blocks - 1
+        assert all(n >= 0 for n in stats["blocks"].values())
+
+    # -- invariants --------------------------------------------------------------------------------
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "engine"):
+            check_invariants(self.engine.scheduler)
+            self._bounds_hold()
+
+    def _bounds_hold(self) -> None:
+        sam = self.engine.sam
+        settings_ = sam._settings
+        assert self.engine.pool.num_retained_blocks <= sam._max_retained
+        assert sam.ledger.index.num_records <= settings_.max_records
+        assert len(sam.sessions) - sam.num_heirs <= settings_.max_sessions
+        assert sam._history_size <= settings_.max_history
+        assert sam._history_size == sum(len(s.history) for s in sam.sessions.values())
+
+    def teardown(self) -> None:
+        try:
+            if hasattr(self, "engine"):
+                self.engine.drain()
+                for request_id in sorted(self.engine.scheduler.requests):
+                    self.engine.abort(request_id)
+                check_invariants(self.engine.scheduler)
+                self.engine.step()
+                self.engine.drain()
+                self.engine.sam.free_all_sessions()
+                check_invariants(self.engine.scheduler)
+                check_nothing_left(self.engine.scheduler)
+        finally:
+            self.clock.stop()
+
+
+def _tokens(family: int, shared: int, length: int) -> list[int]:
+    """Families share their first ``shared`` tokens with each other."""
+    return prompt(9, shared) + prompt(family, shared + length)[shared:]
+
+
+def _marks(engine: Engine) -> list[object]:
+    return [
+        (b.block_id, b._session_ref_cnt, b._ttl_expire_at)
+        for b in engine.pool.blocks
+        if b._session_ref_cnt or b._ttl_expire_at
+    ]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("kind", ["full", "window", "state", "all"])
+def test_invariants_hold_whatever_happens(kind: str, asynchronous: bool) -> None:
+    machine = type(
+        "HintedScheduler", (HintedScheduler,), {"kind": kind, "asynchronous": asynchronous}
+    )
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

@@ -1,0 +1,51 @@
+"""A vLLM plugin for one test: breaks our front end for sessions of certain names."""
+
+from typing import Any
+
+import wrapt
+
+
+def register() -> None:
+    wrapt.when_imported("vllm_agent_hint.frontend.carry")(break_reading)
+    wrapt.when_imported("vllm_agent_hint.frontend.management")(break_the_answer)
+    wrapt.when_imported("vllm_agent_hint.frontend.metrics")(break_the_metrics)
+    wrapt.when_imported("vllm.v1.engine.core")(break_the_engine)
+
+
+def break_reading(carry: Any) -> None:
+    read = carry.parse_agent_hint
+
+    def broken(value: Any, **more: Any) -> Any:
+        if "break-reading" in str(value):
+            raise RuntimeError("sabotage")
+        return read(value, **more)
+
+    carry.parse_agent_hint = broken
+
+
+def break_the_answer(management: Any) -> None:
+    run = management._run_edits
+
+    async def broken(serving: Any, request: Any, hint: Any, operation_id: str) -> Any:
+        if hint.session_id == "break-the-answer":
+            raise RuntimeError("sabotage")
+        return await run(serving, request, hint, operation_id)
+
+    management._run_edits = broken
+
+
+def break_the_metrics(metrics: Any) -> None:
+    def broken(self: Any, engine: int, stats: Any) -> None:
+        raise RuntimeError("sabotage")
+
+    metrics.AgentHintMetrics.take = broken
+
+
+def break_the_engine(core: Any) -> None:
+    # On the subclass, so that it lies over whatever is put on EngineCore, before or after.
+    def broken(self: Any, payload: dict[str, Any]) -> Any:
+        if payload.get("session_id") == "break-the-engine":
+            raise RuntimeError("sabotage")
+        return core.EngineCore.agent_hint_rpc(self, payload)
+
+    core.EngineCoreProc.agent_hint_rpc = broken

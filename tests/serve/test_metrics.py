@@ -1,0 +1,172 @@
+"""``vllm:agent_hint_`` on vLLM's own ``/metrics``."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY, generate_latest
+
+from tests.serve.rig import Serve, TestServer, tokens
+from vllm_agent_hint.cli.demo.metrics import Metrics
+from vllm_agent_hint.frontend.metrics import AgentHintMetrics
+from vllm_agent_hint.hints import EditStatus, EditType
+
+PREFIX = "vllm:agent_hint_"
+FEW_BLOCKS = ["--num-gpu-blocks-override", "96"]
+PROMPT_BLOCKS = 7  # of 1000 tokens, 128 each
+STATS: dict[str, Any] = {
+    "sessions": 2,
+    "blocks": {"ordinary": 10, "session": 4, "ttl": 3},
+    "pressure_overrides": {"session": 1, "ttl": 5},
+    "expired": 6,
+    "clipped": {"protected_share": 7},
+    "edits": [["evict", "applied", 8]],
+}
+
+
+def manage(server: TestServer, session: str, *edits: str) -> None:
+    response = server.post(
+        "/v1/completions",
+        {
+            "model": "model",
+            "prompt": "x",
+            "agent_hint": {
+                "session_id": session,
+                "context_management": {
+                    "manage_request": True,
+                    "edits": [{"type": edit} for edit in edits],
+                },
+            },
+        },
+    )
+    assert response.status_code == 200, response.text
+
+
+def soon(read: Callable[[], float], expected: float) -> None:
+    """An engine's statistics arrive a moment after the answer of the request."""
+    deadline = time.monotonic() + 10
+    while read() != expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert read() == expected
+
+
+def test_every_series_is_there_at_zero_from_the_start(serve: Serve) -> None:
+    metrics = serve("qwen3-small", FEW_BLOCKS).metrics()
+    assert metrics.names(PREFIX) >= {
+        f"{PREFIX}sessions",
+        f"{PREFIX}blocks",
+        f"{PREFIX}pressure_overrides_total",
+        f"{PREFIX}expired_total",
+        f"{PREFIX}edits_total",
+    }
+    ours = [s for s in metrics.samples if s.name.startswith(PREFIX) and "_created" not in s.name]
+    assert all(sample.value == 0 for sample in ours if sample.labels.get("zone") != "ordinary")
+    assert all(sample.labels["model_name"] == "model" for sample in ours)
+    assert all(sample.labels["engine"] == "0" for sample in ours)
+    edits = {
+        (sample.labels["operation"], sample.labels["status"])
+        for sample in ours
+        if sample.name == f"{PREFIX}edits_total"
+    }
+    assert edits == {
+        (operation.value, status.value) for operation in EditType for status in EditStatus
+    }
+
+
+def test_a_session_is_counted_while_it_is_known_and_never_named(serve: Serve) -> None:
+    server = serve("qwen3-small", FEW_BLOCKS)
+    hint = {"session_id": "Agent-Of-Interest", "cache_control": {"ttl": 600}}
+    server.complete(tokens(1000), hint)
+    server.complete("unhinted")  # an engine reports with its next step
+    soon(lambda: server.metrics()[f"{PREFIX}sessions"], 1)
+    soon(lambda: server.metrics().total(f"{PREFIX}blocks", zone="ttl"), PROMPT_BLOCKS)
+    assert "Agent-Of-Interest" not in server.get("/metrics").text
+
+
+def test_edits_are_counted_by_operation_and_outcome(serve: Serve) -> None:
+    server = serve("qwen3-small", FEW_BLOCKS)
+    server.complete(tokens(1000), {"session_id": "a", "cache_control": {"ttl": 600}})
+
+    def edits(operation: str, status: str) -> float:
+        total = f"{PREFIX}edits_total"
+        return server.metrics().total(total, operation=operation, status=status)
+
+    # No step follows: the numbers come with the answer of the idle engine.
+    manage(server, "a", "evict", "offload")
+    assert edits("evict", "applied") == 1
+    assert edits("offload", "unsupported") == 1
+    assert server.metrics().total(f"{PREFIX}blocks", zone="ttl") == 0
+    manage(server, "never-seen", "evict")
+    assert edits("evict", "missing") == 1
+    assert server.metrics()[f"{PREFIX}edits_total"] == 3
+
+
+def test_an_edit_behind_a_request_is_counted_once_for_all_its_children(serve: Serve) -> None:
+    server = serve("qwen3-small", FEW_BLOCKS)
+    hint = {"session_id": "a", "context_management": {"edits": [{"type": "evict"}]}}
+    body = {"model": "model", "prompt": ["one", "two"], "n": 2, "max_tokens": 3, "agent_hint": hint}
+    assert server.post("/v1/completions", body).status_code == 200
+    server.complete("unhinted")
+    soon(lambda: server.metrics()[f"{PREFIX}edits_total"], 1)
+
+
+def test_an_edit_in_vllm_xargs_is_counted_once_whatever_operation_the_client_made_up(
+    serve: Serve,
+) -> None:
+    server = serve("qwen3-small", FEW_BLOCKS)
+    hint = {"session_id": "a", "context_management": {"edits": [{"type": "evict"}]}}
+    xargs = {"agent_hint": json.dumps(hint), "agent_hint_operation": "made up"}
+    body = {"model": "model", "prompt": "one", "n": 2, "max_tokens": 3, "vllm_xargs": xargs}
+    assert server.post("/v1/completions", body).status_code == 200
+    server.complete("unhinted")
+    soon(lambda: server.metrics()[f"{PREFIX}edits_total"], 1)
+
+
+def test_without_statistics_there_are_no_metrics_and_hints_work(serve: Serve) -> None:
+    server = serve("qwen3-small", [*FEW_BLOCKS, "--disable-log-stats"])
+    server.complete(tokens(1000), {"session_id": "a", "cache_control": {"ttl": 600}})
+    manage(server, "a", "evict")
+    assert not server.metrics().names(PREFIX)
+
+
+def test_two_api_servers_add_up(serve: Serve) -> None:
+    server = serve("qwen3-small", [*FEW_BLOCKS, "--api-server-count", "2"])
+    for session in range(8):
+        # A connection of its own each, so that both servers get some.
+        server.client.headers["connection"] = "close"
+        manage(server, f"never-seen-{session}", "evict")
+    total = f"{PREFIX}edits_total"
+    soon(lambda: server.metrics().total(total, operation="evict", status="missing"), 8)
+
+
+@pytest.fixture
+def metrics() -> AgentHintMetrics:
+    return AgentHintMetrics("tiny", [0, 1])
+
+
+def exposed() -> Metrics:
+    return Metrics.parse(generate_latest(REGISTRY).decode())
+
+
+def test_gauges_are_absolute_and_counters_add_up(metrics: AgentHintMetrics) -> None:
+    metrics.take(1, STATS)
+    metrics.take(1, STATS)
+    seen = exposed()
+    assert seen.total(f"{PREFIX}sessions", engine="1") == 2
+    assert seen.total(f"{PREFIX}sessions", engine="0") == 0
+    assert seen.total(f"{PREFIX}blocks", engine="1", zone="session") == 4
+    assert seen.total(f"{PREFIX}pressure_overrides_total", engine="1", zone="ttl") == 10
+    assert seen.total(f"{PREFIX}expired_total", engine="1") == 12
+    assert seen.total(f"{PREFIX}clipped_total", engine="1", bound="protected_share") == 14
+    assert seen.total(f"{PREFIX}edits_total", operation="evict", status="applied") == 16
+
+
+def test_a_second_manager_in_the_process_takes_the_names_over(metrics: AgentHintMetrics) -> None:
+    metrics.take(0, STATS)
+    second = AgentHintMetrics("tiny", [0])
+    assert exposed()[f"{PREFIX}edits_total"] == 0
+    second.take(0, STATS)
+    metrics.take(0, STATS)  # the first one still works, unseen
+    assert exposed()[f"{PREFIX}edits_total"] == 8
