@@ -2,10 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help env demo test lint format bench clean
+.PHONY: help env demo server test lint format bench clean
 
 help:
 	@echo "make demo    vLLM with hints off and on under the same load: a table, out/demo.json, out/demo.html"
+	@echo "make server  the demo's server on 127.0.0.1:8000, for the examples"
 	@echo "make test    ruff, mypy and every test, the ones with a real server included"
 	@echo "make bench   what the plugin costs beside stock vLLM: out/overhead.json"
 	@echo "make lint    ruff and mypy only        make format  let ruff rewrite the files"
@@ -16,6 +17,9 @@ env:
 
 demo: env
 	@$(BIN)/vllm-agent-hint demo
+
+server: env
+	@exec $(BIN)/vllm-agent-hint demo-server
 
 bench: env
 	@$(BIN)/vllm-agent-hint bench overhead --json out/overhead.json

@@ -105,9 +105,8 @@ def install_vllm() -> None:
 
 
 def find_links_has_cpu_torch() -> bool:
-    folders = os.environ.get("PIP_FIND_LINKS", "").split()
-    return any(Path(folder).is_dir() and any(Path(folder).glob("torch-*+cpu-*.whl"))
-               for folder in folders)  # fmt: skip
+    places = map(Path, os.environ.get("PIP_FIND_LINKS", "").split())
+    return any(True for place in places for _ in place.glob("torch-*+cpu-*.whl"))
 
 
 def complete_cpu_metadata() -> None:

@@ -67,3 +67,22 @@ def demo(
         run_demo(out, chosen, Console())
     except (ServerError, LoadError) as error:
         sys.exit(f"the demo could not run: {error}")
+
+
+@app.command()
+def demo_server(
+    out: Annotated[Path, typer.Option(help="Folder for the model and vLLM's cache.")] = Path("out"),
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8000,
+) -> None:
+    """Leave the demo's server standing, hints on, for the examples and for curl."""
+    from vllm_agent_hint.cli.demo.standing import become_demo_server
+
+    become_demo_server(out, port)
+
+
+@app.command()
+def flags() -> None:
+    """Print every environment variable as a Markdown table."""
+    from vllm_agent_hint.cli.flags import flags_table
+
+    print(flags_table())

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def show_report(report: "Report", console: Console) -> None:
     table = Table(title=f"vLLM {report.vllm_version or 'not installed'}")
-    table.add_column("seam")
+    table.add_column("seam", overflow="fold")
     table.add_column("fits")
     table.add_column("found")
     for finding in report.findings:

@@ -124,7 +124,7 @@ def process_inputs(
     """
     params: Any = kwargs["params"] if "params" in kwargs else args[2] if len(args) > 2 else None
     extra_args = getattr(params, "extra_args", None)
-    if not extra_args or (HINT_KEY not in extra_args and OPERATION_KEY not in extra_args):
+    if not extra_args or extra_args.get(HINT_KEY) is None:
         return wrapped(*args, **kwargs)
     try:
         params = _with_plain_hint(params)
@@ -249,17 +249,13 @@ def _with_plain_hint(params: Any) -> Any:
     Raises:
         HintError: The caller has to correct the hint.
     """
-    extra_args = params.extra_args
-    plain = copy.copy(params)
-    plain.extra_args = _without_hint(extra_args)
-    raw = extra_args.get(HINT_KEY)
-    if raw is None:
-        return plain
-    hint = parse_agent_hint(raw)
+    hint = parse_agent_hint(params.extra_args[HINT_KEY])
     if hint.manages:
         raise HintError(_MANAGE_FIELD, _MANAGE_CURE)
-    operation_id, engine_requests = _operation(extra_args.get(OPERATION_KEY), params)
-    plain.extra_args |= CarriedHint(hint, operation_id, engine_requests).extra_args()
+    operation_id, engine_requests = _operation(params.extra_args.get(OPERATION_KEY), params)
+    carried = CarriedHint(hint, operation_id, engine_requests)
+    plain = copy.copy(params)
+    plain.extra_args = {**_without_hint(params.extra_args), **carried.extra_args()}
     return plain
 
 

@@ -147,7 +147,7 @@ class KVCacheManagerMixin:
             if block._block_hash is not None and not block.is_null
         }
         prompt = request.num_prompt_tokens
-        for boundary in {prompt, prompt - 1, request.shared_prefix_boundary}:
+        for boundary in {prompt, prompt - 1, getattr(request, "shared_prefix_boundary", 0)}:
             for index, block in self._cached_at(request, group, manager, boundary):
                 found.setdefault(index, block)
         logical = sorted(found)

@@ -116,22 +116,28 @@ class AgentBlockPool(BlockPool):
         blocks = self.blocks
         each = ttl_expire_at if isinstance(ttl_expire_at, Sequence) else None
         deadline = ttl_expire_at if not isinstance(ttl_expire_at, Sequence) else None
-        is_renewal = not session_ref_delta and deadline
+        is_renewal = not session_ref_delta
         for k, block_id in enumerate(block_ids):
             block = blocks[block_id]
             expected = expected_block_hashes[k]
-            if is_renewal and block._block_hash is expected and block._ttl_expire_at:
+            if each is not None:
+                deadline = each[k]
+            if (
+                is_renewal
+                and deadline
+                and block._ttl_expire_at
+                and block._block_hash is expected
+                and expected is not None
+            ):
                 block._ttl_expire_at = deadline
                 continue
-            if block._block_hash != expected or block.is_null:
+            if block._block_hash != expected or expected is None or block.is_null:
                 done.refused.append((block_id, self._why_refused(block)))
                 continue
             count = block._session_ref_cnt + session_ref_delta
             if count < 0:
                 done.refused.append((block_id, BlockMetaUpdateResult.NEGATIVE_COUNT))
                 continue
-            if each is not None:
-                deadline = each[k]
             before = block.zone
             block._session_ref_cnt = count
             if deadline is not None:

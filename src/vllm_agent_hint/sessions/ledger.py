@@ -188,13 +188,14 @@ class Ledger:
             held = [k for k, block_id in enumerate(block_ids) if block_id != LOST]
             block_ids = [block_ids[k] for k in held]
             hashes = [hashes[k] for k in held]
+        deadlines: float | list[float] = deadline
+        shared = self.index.not_held_alone(chain, block_ids) if chain.num_shared else []
+        if shared:
+            deadlines = [deadline] * len(block_ids)
+            for k in shared:
+                deadlines[k] = max(deadline, self.deadline_of_others(chain, block_ids[k]))
         done = self.port.update_blocks_meta(
-            block_ids,
-            hashes,
-            session_ref_delta=session_ref_delta,
-            ttl_expire_at=[max(deadline, self.deadline_of_others(chain, b)) for b in block_ids]
-            if chain.num_shared
-            else deadline,
+            block_ids, hashes, session_ref_delta=session_ref_delta, ttl_expire_at=deadlines
         )
         self._forget_refused(done)
 
@@ -255,7 +256,7 @@ class Ledger:
             owners = [chain] * len(block_ids)
             lengths = [first]
         else:
-            records = self._tail_first(lineage, floor_token)[:num_records]
+            records = self._tail_first(lineage, floor_token=floor_token, limit=num_records)
             block_ids = [c.block_ids[i] for c, i in records]
             hashes = [c.hashes[i] for c, i in records]
             owners = [c for c, _ in records]
@@ -268,17 +269,27 @@ class Ledger:
             chain.truncate(length)
         return gained
 
-    def _tail_first(self, lineage: Lineage, floor_token: int = 0) -> list[tuple[Chain, int]]:
-        chains = lineage.chains
-        order = eviction_order(
-            self.layouts, [[c.logical_index(i) for i in range(len(c))] for c in chains]
-        )
-        sizes = [layout.block_size for layout in self.layouts]
+    def _tail_first(
+        self, lineage: Lineage, *, floor_token: int = 0, limit: int | None = None
+    ) -> list[tuple[Chain, int]]:
+        """The records of a lineage in the order in which they should be reused.
+
+        Args:
+            lineage: Whose records.
+            floor_token: Leave out those that end at or before this token.
+            limit: At most so many. Attention chains are then looked at no further back.
+        """
+        starts: list[int] = []
+        logical: list[list[int]] = []
+        for chain, layout in zip(lineage.chains, self.layouts, strict=True):
+            first = 0 if limit is None or layout.is_checkpoint else max(0, len(chain) - limit)
+            starts.append(first)
+            logical.append([chain.logical_index(i) for i in range(first, len(chain))])
         return [
-            (chains[g], i)
-            for g, i in order
-            if (chains[g].logical_index(i) + 1) * sizes[g] > floor_token
-        ]
+            (lineage.chains[g], starts[g] + k)
+            for g, k in eviction_order(self.layouts, logical)
+            if (logical[g][k] + 1) * self.layouts[g].block_size > floor_token
+        ][:limit]
 
     def _release_positions(self, chain: Chain, positions: Sequence[int]) -> None:
         tail_first = sorted(positions, reverse=True)
@@ -378,13 +389,14 @@ class Ledger:
         if session is None:
             self._outside_hits.update(zip(block_ids, hashes, strict=True))
             return
-        own = session.lineage.chains[group]
-        if not own.num_shared and own.block_ids[: len(block_ids)] == block_ids:
+        not_own = self.index.not_held_alone(session.lineage.chains[group], block_ids)
+        if not not_own:
             return
-        for block_id, block_hash in zip(block_ids, hashes, strict=True):
-            owners = self.index.owners(block_id)
+        hashes = list(hashes)
+        for k in not_own:
+            owners = self.index.owners(block_ids[k])
             if not owners or any(c.lineage.session is not session for c in owners):
-                self._outside_hits[block_id] = block_hash
+                self._outside_hits[block_ids[k]] = hashes[k]
 
     def blocks_reused(self, block_ids: Iterable[int]) -> None:
         """The pool has given these blocks to other content; their scalars are already zero."""

@@ -92,7 +92,6 @@ class SessionAwareManager:
         """
         session = self._use_session(next(self._serial) if intent.key is None else intent.key)
         if session is None:
-            self.counters.clipped["max_sessions"] += 1
             return None
         if not session.live:
             self._suspend(session)
@@ -296,13 +295,14 @@ class SessionAwareManager:
                 if block_id == LOST or self.ledger.is_exclusive(chain, position):
                     continue
                 spared += 1
-                if not self._others_protect_as_well(chain, block_id, lineage.deadline):
+                if not self._others_protect_as_well(chain, block_id):
                     self._hand_over(chain, position, heir.lineage.chains[group])
         if len(heir.lineage):
             self._settle_heir(session, heir, now)
         return spared
 
-    def _others_protect_as_well(self, chain: Chain, block_id: int, deadline: float) -> bool:
+    def _others_protect_as_well(self, chain: Chain, block_id: int) -> bool:
+        deadline = self._port.ttl_expire_at(block_id)
         return (
             not self.ledger.index.is_held_only_by(chain, block_id)
             and self.ledger.deadline_of_others(chain, block_id) >= deadline
@@ -340,8 +340,9 @@ class SessionAwareManager:
     def _use_session(self, key: Hashable) -> Session | None:
         session = self.sessions.pop(key, None)
         if session is None:
-            if len(self.sessions) >= self._settings.max_sessions:
+            while len(self.sessions) >= self._settings.max_sessions:
                 victim = next((s for s in self.sessions.values() if not s.live), None)
+                self.counters.clipped["max_sessions"] += 1
                 if victim is None:
                     return None
                 self._free(victim)
@@ -433,17 +434,23 @@ class SessionAwareManager:
 
     def _clip_to_share(self, newcomers: list[list[Newcomer]]) -> None:
         """Keep sessions within the protected share: soonest leases give way, then newcomers."""
+        excess, _ = self._beyond_share(newcomers)
+        if excess > 0:
+            self._give_way(excess)
+            # What gave way may have been shared with the newcomers: weigh them again.
+            excess, weight = self._beyond_share(newcomers)
+            if excess > 0:
+                clipped = self._clip(newcomers, excess, weight)
+                self.counters.clipped["protected_share"] += clipped
+
+    def _beyond_share(self, newcomers: list[list[Newcomer]]) -> tuple[int, dict[int, int]]:
+        """Blocks over the protected share if all newcomers came, and what each would add to it."""
         weight = {
             new.block_id: 0 if self.ledger.index.is_held(new.block_id) else 1
             for group in newcomers
             for new in group
         }
-        excess = self._port.num_retained_blocks + sum(weight.values()) - self._max_retained
-        if excess > 0:
-            excess -= self._give_way(excess)
-        if excess > 0:
-            clipped = self._clip(newcomers, excess, weight)
-            self.counters.clipped["protected_share"] += clipped
+        return self._port.num_retained_blocks + sum(weight.values()) - self._max_retained, weight
 
     def _clip(self, newcomers: list[list[Newcomer]], excess: int, weight: dict[int, int]) -> int:
         """Remove newcomers, tail first, until their weight has fallen by ``excess``."""
@@ -582,10 +589,11 @@ def _lay_leases(lineage: Lineage, protections: Sequence[Protection], now: float)
         protections, key=lambda p: math.inf if p.end_token is None else p.end_token
     ):
         ttl = min(asked.ttl, MAX_TTL_SECONDS)
-        while leases and leases[-1].ttl <= ttl:
+        lease = Lease(lineage, ttl, asked.end_token)
+        lease.deadline = now + ttl
+        while leases and leases[-1].deadline <= lease.deadline:
             leases.pop()
-        if ttl > 0:
-            lease = Lease(lineage, ttl, asked.end_token)
-            lease.deadline = now + ttl
+        reaches_further = not leases or leases[-1].end_token != lease.end_token
+        if ttl > 0 and reaches_further:
             leases.append(lease)
     return leases

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, make_block_hash_with_group_id
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -22,13 +21,12 @@ from vllm_agent_hint.cli.bench.engine import (
     SAMPLED_TOKEN,
     build_request,
     build_scheduler,
-    cache_config_of,
     full_attention,
     model_output,
 )
 from vllm_agent_hint.cli.bench.paired import Ratio, compare_in_pairs, quiet_collector, seconds
 from vllm_agent_hint.engine.scheduler import agent_scheduler
-from vllm_agent_hint.kvcache.manager import TrackedRequest, agent_kv_cache_manager
+from vllm_agent_hint.kvcache.manager import TrackedRequest
 from vllm_agent_hint.kvcache.pool import AgentBlockPool
 from vllm_agent_hint.seams import installed_vllm_version
 from vllm_agent_hint.sessions.intent import Protection, SessionIntent, SessionKey
@@ -270,18 +268,18 @@ class _StockTurn:
         self._known = [self._rng.randrange(1_000) for _ in range(MAX_MODEL_LEN)]
         self._known = self._known[: (TURN_BLOCKS - NEW_BLOCKS) * BLOCK_SIZE]
         self._numbers = itertools.count()
-        self.manager = self._make_manager(
-            kv_cache_config=cache_config_of(full_attention(), POOL_BLOCKS),
-            max_model_len=MAX_MODEL_LEN,
-            scheduler_block_size=BLOCK_SIZE,
-            hash_block_size=BLOCK_SIZE,
-            enable_caching=True,
-            log_stats=True,
+        self.scheduler = build_scheduler(
+            self.scheduler_cls(),
+            full_attention(),
+            num_blocks=POOL_BLOCKS,
+            max_num_seqs=1,
+            max_num_batched_tokens=8_192,
         )
+        self.manager = self.scheduler.kv_cache_manager
         self._prepare()
 
-    def _make_manager(self, **arguments: Any) -> Any:
-        return KVCacheManager(**arguments)
+    def scheduler_cls(self) -> Any:
+        return Scheduler
 
     def _prepare(self) -> None:
         self._turn(self._request([]))
@@ -305,15 +303,11 @@ class _StockTurn:
 class _HintedTurn(_StockTurn):
     """The same through our manager and SAM."""
 
-    def _make_manager(self, **arguments: Any) -> Any:
-        return agent_kv_cache_manager(KVCacheManager)(**arguments)
+    def scheduler_cls(self) -> Any:
+        return agent_scheduler(Scheduler)
 
     def _prepare(self) -> None:
-        manager = self.manager
-        self._sam = SessionAwareManager(
-            manager.block_pool, manager.group_layouts(), Settings(), time.monotonic()
-        )
-        manager.sam = self._sam
+        self._sam = self.scheduler.agent_hint_sam
         self._intent = SessionIntent(SessionKey("", None, "agent"), None, (Protection(TTL),))
         for number in range(OTHER_SESSIONS):
             prompt = [self._rng.randrange(1_000) for _ in range(BLOCKS_PER_SESSION * BLOCK_SIZE)]

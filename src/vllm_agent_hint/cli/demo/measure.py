@@ -4,13 +4,14 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Self
+from typing import Final, Self
 
 from vllm_agent_hint.cli.demo.columns import Column
 from vllm_agent_hint.cli.demo.load import RequestRecord, Traffic
-from vllm_agent_hint.cli.demo.metrics import Metrics
+from vllm_agent_hint.cli.demo.metrics import Metrics, Sample
 
-HINT_METRICS = "vllm:agent_hint_"
+HINT_METRICS: Final = "vllm:agent_hint_"
+LABELS_OF_EVERY_SAMPLE: Final = frozenset({"engine", "model_name"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class ServerFigures:
         queue_mean: Seconds that a request waited to be scheduled, all traffic together.
         prefill_seconds: Summed over all requests.
         hints_active: Whether the plugin's own metrics are there.
-        hint_metrics: Their values at the end, without the common prefix.
+        hint_metrics: Those that are not zero at the end, such as ``blocks{zone=ordinary}``.
     """
 
     start_seconds: float
@@ -84,16 +85,19 @@ class ServerFigures:
             return after.total(name) - before.total(name)
 
         queue = "vllm:request_queue_time_seconds"
-        own = sorted(
-            name for name in after.names(HINT_METRICS) if not name.endswith(("_created", "_bucket"))
-        )
+        own = {
+            _name_in_report(sample): sample.value
+            for sample in after.samples
+            if sample.name.startswith(HINT_METRICS)
+            and not sample.name.endswith(("_created", "_bucket"))
+        }
         return cls(
             start_seconds=start_seconds,
             queue_mean=grown(f"{queue}_sum") / max(1.0, grown(f"{queue}_count")),
             prefill_seconds=grown("vllm:request_prefill_time_seconds_sum"),
             preemptions=round(grown("vllm:num_preemptions_total")),
             hints_active=bool(own),
-            hint_metrics={name.removeprefix(HINT_METRICS): after[name] for name in own},
+            hint_metrics={name: value for name, value in own.items() if value},
         )
 
 
@@ -118,6 +122,16 @@ class ColumnResult:
 
     def figures(self, traffic: Traffic) -> TrafficFigures | None:
         return self.agents if traffic is Traffic.AGENTS else self.one_shot
+
+
+def _name_in_report(sample: Sample) -> str:
+    labels = ",".join(
+        f"{name}={value}"
+        for name, value in sorted(sample.labels.items())
+        if name not in LABELS_OF_EVERY_SAMPLE
+    )
+    name = sample.name.removeprefix(HINT_METRICS)
+    return f"{name}{{{labels}}}" if labels else name
 
 
 def of_traffic(records: Sequence[RequestRecord], traffic: Traffic) -> list[RequestRecord]:

@@ -11,10 +11,10 @@ class DemoSettings:
     """One load, the same for every column.
 
     Agents work in a closed loop: ask, wait for a tool, ask again with the answer appended. The
-    small pool holds all of their contexts (below the 0.8 of it that sessions may claim), but in a
-    pause more one-shot blocks pass through it than the rest of it has: least recently used loses
-    every waiting agent. The rates leave the machine idle for half of the time or more, so that the
-    columns differ by what they compute, not by how they queue.
+    small pool holds all of their contexts (below the 0.8 of it that sessions may claim) beside a
+    few running one-shots, but in a pause more one-shot blocks pass through it than the rest of it
+    has: least recently used loses every waiting agent. The rates leave the machine idle for half of
+    the time or more, so that the columns differ by what they compute, not by how they queue.
 
     Args:
         seed: Of every prompt, pause and arrival.
@@ -45,18 +45,18 @@ class DemoSettings:
     block_size: int = 128
     max_model_len: int = 8192
     agents: int = 3
-    turns: int = 9
+    turns: int = 8
     system_tokens: int = 1024
     task_tokens: int = 4096
     tool_tokens: int = 192
     agent_reply_tokens: int = 24
     pause_seconds: float = 7.0
     ttl_seconds: float = 120.0
-    one_shots: int = 104
+    one_shots: int = 92
     one_shots_per_second: float = 1.6
     one_shot_tokens: int = 2048
     one_shot_reply_tokens: int = 24
-    small_pool_tokens: int = 220 * 128
+    small_pool_tokens: int = 236 * 128
     big_pool_tokens: int = 2048 * 128
 
     @classmethod

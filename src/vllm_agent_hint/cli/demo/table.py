@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Final
 
+from rich import box
 from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
@@ -18,7 +19,7 @@ TRAFFIC_TITLE: Final = {Traffic.AGENTS: "agents", Traffic.ONE_SHOT: "one-shot re
 
 TRAFFIC_ROWS: Final[Sequence[tuple[str, Callable[[TrafficFigures], str]]]] = (
     ("requests", lambda figures: f"{figures.requests}"),
-    ("cached share of prompt tokens", lambda figures: f"{figures.cached_share:.1%}"),
+    ("cached share of prompt", lambda figures: f"{figures.cached_share:.1%}"),
     ("recomputed prompt tokens", lambda figures: f"{figures.recomputed_tokens:,}"),
     ("TTFT mean, ms", lambda figures: f"{figures.ttft_mean * 1e3:,.0f}"),
     ("TTFT p50, ms", lambda figures: f"{figures.ttft_p50 * 1e3:,.0f}"),
@@ -50,10 +51,10 @@ def sections(results: Sequence[ColumnResult]) -> list[tuple[str, list[tuple[str,
 
 
 def result_table(results: Sequence[ColumnResult]) -> Table:
-    table = Table(title="The same load on every server")
-    table.add_column("")
+    table = Table(title="The same load on every server", box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("", no_wrap=True)
     for result in results:
-        table.add_column(result.column.title, justify="right")
+        table.add_column(result.column.title.replace(" ", "\n"), justify="right", no_wrap=True)
     for title, rows in sections(results):
         table.add_section()
         table.add_row(Text(title, style="bold"))

@@ -14,6 +14,11 @@ SHARE_OF_CEILINGS_TTFT: Final = 0.5
 NOISE: Final = 1.05
 RESAMPLES: Final = 2000
 
+TRAFFIC_IN_WORDS: Final = {
+    Traffic.AGENTS: "agents' requests",
+    Traffic.ONE_SHOT: "one-shot requests",
+}
+
 Results = Mapping[ColumnName, ColumnResult]
 
 
@@ -140,9 +145,9 @@ def _within_noise(
             findings.append(
                 Finding(
                     f"{key}_{traffic}_{figure}",
-                    f"{figure.upper()} of {traffic.replace('_', '-')} requests, "
+                    f"{figure.upper()} of the {TRAFFIC_IN_WORDS[traffic]}, "
                     f"{tested.column.title} / {reference.column.title}: {ratio:.2f} "
-                    f"[{low:.2f}, {high:.2f}] (not above {NOISE:.2f} beyond noise)",
+                    f"[{low:.2f}, {high:.2f}] (the 95 % interval starts at most at {NOISE:.2f})",
                     value=ratio,
                     bound=NOISE,
                     met=low <= NOISE,

@@ -1,0 +1,36 @@
+"""The table of flags in the README, made from ``settings.py`` so that it can't drift."""
+
+from annotated_types import Ge, Gt, Le
+
+from vllm_agent_hint.settings import ENV_PREFIX, ENV_SWITCH, Settings
+
+
+def flags_table() -> str:
+    """Markdown: name, default, bounds and meaning of every flag."""
+    lines = ["| variable | default | bounds | meaning |", "|---|---|---|---|"]
+    for name, field in Settings.model_fields.items():
+        variable = ENV_SWITCH if field.validation_alias else ENV_PREFIX + name.upper()
+        default = field.default
+        if isinstance(default, bool):
+            shown = str(int(default))
+        else:
+            shown = str(getattr(default, "value", default))
+        lines.append(f"| `{variable}` | {shown} | {_bounds(field)} | {field.description} |")
+    return "\n".join(lines)
+
+
+def _bounds(field: object) -> str:
+    """What a value out of bounds does is the same everywhere: the plugin stays off and says so."""
+    low = high = ""
+    for rule in getattr(field, "metadata", ()):
+        if isinstance(rule, Ge):
+            low = f"{rule.ge}"
+        elif isinstance(rule, Gt):
+            low = f"above {rule.gt}"
+        elif isinstance(rule, Le):
+            high = f"{rule.le}"
+    if low and high:
+        return f"{low} to {high}"
+    annotation = getattr(field, "annotation", None)
+    members = getattr(annotation, "__members__", None)
+    return ", ".join(member.value for member in members.values()) if members else "0, 1"
