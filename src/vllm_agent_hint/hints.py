@@ -35,6 +35,7 @@ class HintError(ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+        self.message = message
 
 
 def _check_printable(value: str) -> str:
@@ -58,7 +59,7 @@ def _refuse_ranges(**supplied: int | None) -> None:
             "ranges_off",
             "block ranges ({names}) are not available in this version; "
             "omit them to address the whole request context",
-            {"names": ", ".join(named)},
+            {"names": ", ".join(named), "field": named[0]},
         )
 
 
@@ -144,12 +145,15 @@ class AgentHintParams(_Wire):
         if self.session_id is None:
             if self.parent_session_id is not None:
                 raise PydanticCustomError(
-                    "parent_without_session", "parent_session_id needs a session_id beside it"
+                    "parent_without_session",
+                    "is missing: parent_session_id needs a session_id beside it",
+                    {"field": "session_id"},
                 )
             if self.edits or self.manages:
                 raise PydanticCustomError(
                     "edits_without_session",
-                    "context_management needs a session_id: an edit applies to a session",
+                    "is missing: context_management needs one, since an edit applies to a session",
+                    {"field": "session_id"},
                 )
         elif self.parent_session_id == self.session_id:
             raise PydanticCustomError("own_parent", "parent_session_id must differ from session_id")
@@ -227,7 +231,9 @@ def parse_agent_hint(value: Any, *, field: str = "agent_hint") -> AgentHintParam
         return AgentHintParams.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
-        path = ".".join([field, *(_printable(part) for part in first["loc"])])
+        # A rule over several fields is reported at their object; it says which one to correct.
+        own = [first["ctx"]["field"]] if "field" in first.get("ctx", {}) else []
+        path = ".".join([field, *map(_printable, first["loc"]), *own])
         message = _CURES.get(first["type"], first["msg"])
         raise HintError(path, message) from None
 

@@ -115,6 +115,12 @@ SEAMS: Final = (
         f"{_FRONTEND}.carry:process_inputs",
         "validation of hints in SamplingParams.extra_args",
     ),
+    Seam(
+        "vllm.v1.engine.output_processor",
+        "OutputProcessor.process_outputs",
+        f"{_FRONTEND}.stops:process_outputs",
+        "recording of turns that a stop string ends",
+    ),
 )
 
 
@@ -201,7 +207,7 @@ def extend_scheduler_class(
         _note_inactive(f"extending the scheduler failed: {error!r}")
         return base
     logger.info(
-        "vllm-agent-hint %s: active for vLLM %s on %s (%s)",
+        "vllm-agent-hint %s: retention and evict are active for vLLM %s on %s (%s)",
         _version_of("vllm-agent-hint"),
         installed_vllm_version(),
         base.__name__,
@@ -285,6 +291,7 @@ _BLOCK_FIELDS: Final = {
 _SIGNATURES: Final = (
     # module, class, method, the parameters that ours names or passes by position
     ("vllm.v1.core.sched.scheduler", "Scheduler", "add_request", ("request",)),
+    ("vllm.v1.core.sched.scheduler", "Scheduler", "finish_requests", ("request_ids",)),
     ("vllm.v1.core.sched.scheduler", "Scheduler", "schedule", ()),
     ("vllm.v1.core.sched.scheduler", "Scheduler", "make_stats", ()),
     ("vllm.v1.core.sched.scheduler", "Scheduler", "_preempt_request", ("request",)),

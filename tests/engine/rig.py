@@ -262,13 +262,13 @@ class Engine:
         for new in output.scheduled_new_reqs:
             self.cached.setdefault(new.req_id, new.num_computed_tokens)
         self.log.append(_summary(output))
-        self._in_flight.append(output)
+        self._in_flight.append((output, self._sampling(output)))
         while len(self._in_flight) >= self.depth:
-            self._return(self._in_flight.pop(0))
+            self._return(*self._in_flight.pop(0))
 
     def drain(self) -> None:
         while self._in_flight:
-            self._return(self._in_flight.pop(0))
+            self._return(*self._in_flight.pop(0))
 
     def run(self, limit: int = 400) -> None:
         """Step until nothing is left to do."""
@@ -336,23 +336,19 @@ class Engine:
             found.append(blocks[0].block_id if blocks else None)
         return found
 
-    def _return(self, output: Any) -> None:
+    def _sampling(self, output: Any) -> set[str]:
+        """The requests whose prefill a step that was just scheduled completes."""
+        scheduled = [self.scheduler.requests[r] for r in output.num_scheduled_tokens]
+        return {r.request_id for r in scheduled if not r.is_prefill_chunk}
+
+    def _return(self, output: Any, sampling: set[str]) -> None:
         ids = list(output.num_scheduled_tokens)
-        sampled = []
-        for request_id in ids:
-            request = self.scheduler.requests.get(request_id)
-            finishes_prefill = request is not None and not getattr(
-                request, "is_prefill_chunk", False
-            )
-            if self.depth == 1 and request is not None:
-                finishes_prefill = request.num_computed_tokens >= request.num_tokens
-            sampled.append([SAMPLED_TOKEN] if finishes_prefill else [])
         outputs = self.scheduler.update_from_output(
             output,
             ModelRunnerOutput(
                 req_ids=ids,
                 req_id_to_index={r: i for i, r in enumerate(ids)},
-                sampled_token_ids=sampled,
+                sampled_token_ids=[[SAMPLED_TOKEN] if r in sampling else [] for r in ids],
                 logprobs=None,
                 prompt_logprobs_dict={},
                 pooler_output=[],
@@ -360,7 +356,7 @@ class Engine:
         )
         self.log.append(
             [
-                (o.request_id, list(o.new_token_ids), o.finish_reason, o.num_cached_tokens)
+                (o.request_id, list(o.new_token_ids), o.finish_reason)
                 for client in outputs.values()
                 for o in client.outputs
             ]

@@ -1,7 +1,11 @@
 """Invariants 2 to 7 inside vLLM's real scheduler, under anything that clients and operators do."""
 
+import os
+import sys
+from typing import Any
+
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -23,6 +27,8 @@ lengths = st.sampled_from([1, 15, 16, 17, 33, 48, 64, 100, 160])
 shared_lengths = st.sampled_from([0, 16, 40, 64])
 output_lengths = st.sampled_from([1, 2, 5, 20, 40])
 cache_salts = st.sampled_from([None, None, None, "salt"])
+families = st.integers(0, 2)
+runs_now = st.sampled_from([True, True, False])
 
 
 class HintedScheduler(RuleBasedStateMachine):
@@ -66,28 +72,39 @@ class HintedScheduler(RuleBasedStateMachine):
     # -- requests ----------------------------------------------------------------------------------
 
     @rule(
-        family=st.integers(0, 3),
+        family=families,
         shared=shared_lengths,
         length=lengths,
         max_tokens=output_lengths,
         cache_salt=cache_salts,
+        at_once=runs_now,
     )
     def unhinted_request(
-        self, family: int, shared: int, length: int, max_tokens: int, cache_salt: str | None
+        self,
+        family: int,
+        shared: int,
+        length: int,
+        max_tokens: int,
+        cache_salt: str | None,
+        at_once: bool,
     ) -> None:
-        self.engine.add(
-            _tokens(family, shared, length), max_tokens=max_tokens, cache_salt=cache_salt
+        self._send(
+            _tokens(family, shared, length),
+            max_tokens=max_tokens,
+            cache_salt=cache_salt,
+            at_once=at_once,
         )
 
     @rule(
         session_id=session_ids,
         ttl=ttls,
-        family=st.integers(0, 3),
+        family=families,
         shared=shared_lengths,
         length=lengths,
         max_tokens=output_lengths,
         cache_salt=cache_salts,
         evicts=st.booleans(),
+        at_once=runs_now,
     )
     def first_turn(
         self,
@@ -99,14 +116,16 @@ class HintedScheduler(RuleBasedStateMachine):
         max_tokens: int,
         cache_salt: str | None,
         evicts: bool,
+        at_once: bool,
     ) -> None:
         """A session begins, or another prompt of it: also while one of it is running."""
         tokens = _tokens(family, shared, length)
-        self.engine.add(
+        self._send(
             tokens,
             max_tokens=max_tokens,
             cache_salt=cache_salt,
             hint=hinted(session_id, ttl, *["evict"] * evicts),
+            at_once=at_once,
         )
         self.contexts[session_id] = tokens + [SAMPLED_TOKEN] * max_tokens
 
@@ -116,26 +135,32 @@ class HintedScheduler(RuleBasedStateMachine):
         ttl=ttls,
         length=st.sampled_from([1, 10, 16, 40]),
         rewinds=st.sampled_from([0, 0, 0, 20]),
+        at_once=runs_now,
     )
-    def next_turn(self, data: st.DataObject, ttl: float | None, length: int, rewinds: int) -> None:
+    def next_turn(
+        self, data: st.DataObject, ttl: float | None, length: int, rewinds: int, at_once: bool
+    ) -> None:
         """The context so far, or all of it but a stripped tail, and something new."""
         session_id = data.draw(st.sampled_from(sorted(self.contexts)))
         before = self.contexts[session_id]
         before = before[: max(1, len(before) - rewinds)][:200]
         tokens = before + prompt(17 + len(before), length)
-        self.engine.add(tokens, hint=hinted(session_id, ttl))
+        self._send(tokens, hint=hinted(session_id, ttl), at_once=at_once)
         self.contexts[session_id] = tokens + [SAMPLED_TOKEN] * 2
 
     @rule(
-        family=st.integers(0, 3),
+        family=families,
         shared=shared_lengths,
         length=lengths,
         ttl=st.sampled_from([0.0, 5.0, 300.0]),
+        at_once=runs_now,
     )
-    def anonymous_protection(self, family: int, shared: int, length: int, ttl: float) -> None:
-        self.engine.add(_tokens(family, shared, length), hint=hinted(None, ttl))
+    def anonymous_protection(
+        self, family: int, shared: int, length: int, ttl: float, at_once: bool
+    ) -> None:
+        self._send(_tokens(family, shared, length), hint=hinted(None, ttl), at_once=at_once)
 
-    @rule(session_id=session_ids, family=st.integers(0, 3), length=lengths, n=st.integers(2, 3))
+    @rule(session_id=session_ids, family=families, length=lengths, n=st.integers(2, 3))
     def siblings(self, session_id: str, family: int, length: int, n: int) -> None:
         """What one HTTP request with ``n > 1`` becomes."""
         self.num_operations += 1
@@ -151,6 +176,15 @@ class HintedScheduler(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         self.engine.abort(data.draw(st.sampled_from(sorted(self.engine.scheduler.requests))))
+
+    def _send(self, tokens: list[int], *, at_once: bool, **options: Any) -> None:
+        self.engine.add(tokens, **options)
+        if at_once:
+            for _ in range(60):
+                if not self.engine.scheduler.has_unfinished_requests():
+                    break
+                self.engine.step()
+                check_invariants(self.engine.scheduler)
 
     # -- time --------------------------------------------------------------------------------------
 
@@ -241,6 +275,8 @@ class HintedScheduler(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             check_invariants(self.engine.scheduler)
             self._bounds_hold()
+        # No two deadlines are equal by chance.
+        self.clock.advance(0.125)
 
     def _bounds_hold(self) -> None:
         sam = self.engine.sam
@@ -253,18 +289,23 @@ class HintedScheduler(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         try:
-            if hasattr(self, "engine"):
-                self.engine.drain()
-                for request_id in sorted(self.engine.scheduler.requests):
-                    self.engine.abort(request_id)
-                check_invariants(self.engine.scheduler)
-                self.engine.step()
-                self.engine.drain()
-                self.engine.sam.free_all_sessions()
-                check_invariants(self.engine.scheduler)
-                check_nothing_left(self.engine.scheduler)
+            has_failed = sys.exc_info()[0] is not None
+            if hasattr(self, "engine") and not has_failed:
+                self._end()
         finally:
             self.clock.stop()
+
+    def _end(self) -> None:
+        """Invariant 4: nothing is left of what has ended."""
+        self.engine.drain()
+        for request_id in sorted(self.engine.scheduler.requests):
+            self.engine.abort(request_id)
+        check_invariants(self.engine.scheduler)
+        self.engine.step()
+        self.engine.drain()
+        self.engine.sam.free_all_sessions()
+        check_invariants(self.engine.scheduler)
+        check_nothing_left(self.engine.scheduler)
 
 
 def _tokens(family: int, shared: int, length: int) -> list[int]:
@@ -289,8 +330,10 @@ def test_invariants_hold_whatever_happens(kind: str, asynchronous: bool) -> None
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=60,
-            stateful_step_count=40,
+            max_examples=int(os.environ.get("EXAMPLES", "25")),
+            stateful_step_count=30,
+            report_multiple_bugs=False,
+            phases=[Phase.explicit, Phase.reuse, Phase.generate] + [Phase.shrink] * ("SHRINK" in os.environ),
             deadline=None,
             suppress_health_check=list(HealthCheck),
         ),

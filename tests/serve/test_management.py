@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def test_no_model_runs(server: TestServer, path: str) -> None:
 
     before = prompt_tokens_so_far()
     for _ in range(5):
-        manage(server, path, managing("nobody", "evict"), max_tokens=8)
+        assert results(manage(server, path, managing("nobody", "evict"), max_tokens=8))
     # The first marker itself is all that has come in between.
     assert prompt_tokens_so_far() - before == 200
 
@@ -256,7 +257,8 @@ def broken_server(serve_in_full: Serve, tmp_path: Path) -> TestServer:
     (distribution / "entry_points.txt").write_text(
         "[vllm.general_plugins]\nsaboteur = saboteur:register\n"
     )
-    environment = {"PYTHONPATH": str(tmp_path), "VLLM_PLUGINS": "agent_hint,saboteur"}
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    environment = {"PYTHONPATH": path, "VLLM_PLUGINS": "agent_hint,saboteur"}
     return serve_in_full("qwen3-small", ["--num-gpu-blocks-override", "96"], environment)
 
 

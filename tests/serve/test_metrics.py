@@ -131,7 +131,7 @@ def test_without_statistics_there_are_no_metrics_and_hints_work(serve: Serve) ->
     assert not server.metrics().names(PREFIX)
 
 
-def test_two_api_servers_add_up(serve: Serve) -> None:
+def test_two_api_servers_add_up_to_one_series(serve: Serve) -> None:
     server = serve("qwen3-small", [*FEW_BLOCKS, "--api-server-count", "2"])
     for session in range(8):
         # A connection of its own each, so that both servers get some.
@@ -139,6 +139,8 @@ def test_two_api_servers_add_up(serve: Serve) -> None:
         manage(server, f"never-seen-{session}", "evict")
     total = f"{PREFIX}edits_total"
     soon(lambda: server.metrics().total(total, operation="evict", status="missing"), 8)
+    gauges = [s for s in server.metrics().samples if s.name == f"{PREFIX}sessions"]
+    assert [gauge.labels for gauge in gauges] == [{"model_name": "model", "engine": "0"}]
 
 
 @pytest.fixture

@@ -136,3 +136,19 @@ def test_the_main_job_on_vllm_serve_in_processes_of_its_own(serve_in_full: Serve
     cached, _ = resume_after_flood(serve_in_full("qwen3-small", SMALL_POOL), HINT)
 
     assert cached >= reusable(tokens(CONTEXT, 1)) - BLOCK
+
+
+def test_a_turn_that_a_stop_string_ends_is_a_success(serve: Serve) -> None:
+    """vLLM's front end finds stop strings, and aborts in the engine what they end."""
+    server = serve("qwen3-small", SMALL_POOL)
+    first = server.complete(tokens(600, 1), HINT, max_tokens=16)
+    text = first.body["choices"][0]["text"]
+    rewound = {**HINT, "context_management": {"edits": [{"type": "evict"}]}}
+
+    answer = server.complete(tokens(600, 1), rewound, max_tokens=16, stop=[text[8:10]])
+
+    assert answer.body["choices"][0]["finish_reason"] == "stop"
+    edits = "vllm:agent_hint_edits_total"
+    server.complete(tokens(8))
+    assert server.metrics().total(edits, operation="evict", status="applied") == 1
+    assert server.metrics().total(edits, operation="evict", status="rejected") == 0

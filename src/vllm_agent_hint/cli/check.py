@@ -23,7 +23,8 @@ def show_report(report: "Report", console: Console) -> None:
     for flag, value in report.flags.items():
         console.print(f"{flag}={value}", highlight=False)
     state = "[green]active[/]" if report.active else "[bold red]not active[/]"
-    console.print(f"vllm-agent-hint would be {state}: {report.reason}", highlight=False)
+    because = f": {report.reason}" if report.reason else ""
+    console.print(f"vllm-agent-hint would be {state}{because}", highlight=False)
 
 
 def report_as_json(report: "Report") -> str:

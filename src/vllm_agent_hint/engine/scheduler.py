@@ -3,6 +3,7 @@
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from types import new_class
@@ -109,8 +110,21 @@ class AgentSchedulerMixin:
         params = request.sampling_params
         if params is None or not params.extra_args or is_known:
             return
-        if HINT_KEY in params.extra_args:
-            self._track(request, params.extra_args[HINT_KEY])
+        hint = params.extra_args.get(HINT_KEY)
+        if hint is not None:
+            self._track(request, hint)
+
+    def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        """As stock, after noting which requests the front end ends because they are complete.
+
+        A stop string is found by the front end, which then aborts the request here. It names such
+        a request twice (see ``frontend.stops``); stock takes the ids as a set.
+        """
+        if self._tracked and isinstance(request_ids, list):
+            for request_id, times in Counter(request_ids).items():
+                if times > 1 and request_id in self._tracked:
+                    self._tracked[request_id].is_complete = True
+        return super().finish_requests(request_ids, *args, **kwargs)  # type: ignore[misc]
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         """Record what a request has computed before its blocks go."""
@@ -183,18 +197,19 @@ class AgentSchedulerMixin:
             self._tracked[request.request_id].live,
             self.kv_cache_manager.recorded_prefixes(request),
             time.monotonic(),
-            succeeded=request.status in _SUCCESSES,
+            succeeded=_has_succeeded(request, self._tracked[request.request_id]),
         )
 
     @_outlives_sam
     def _conclude(self, request: Any) -> None:
         assert self._sam is not None
-        intent = self._tracked.pop(request.request_id).live.intent
+        tracked = self._tracked.pop(request.request_id)
+        intent = tracked.live.intent
         if not intent.edits or intent.key is None:
             return
         all_succeeded = self._operations.request_ended(
             request.sampling_params.extra_args.get(OPERATION_KEY),
-            succeeded=request.status in _SUCCESSES,
+            succeeded=_has_succeeded(request, tracked),
         )
         if all_succeeded:
             self._sam.apply_edits(intent.key, intent.edits, time.monotonic())
@@ -258,6 +273,10 @@ class AgentSchedulerMixin:
         pool = self.kv_cache_manager.block_pool
         pool.observer = None
         pool.drop_all_meta()
+
+
+def _has_succeeded(request: Any, tracked: TrackedRequest) -> bool:
+    return tracked.is_complete or request.status in _SUCCESSES
 
 
 def _why_not(manager: Any) -> str:

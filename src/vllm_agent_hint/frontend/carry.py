@@ -143,7 +143,7 @@ def process_inputs(
 
 def as_client_error(error: HintError) -> VLLMValidationError:
     """What vLLM answers with a 400 whose ``param`` is the field. Holds nothing the client sent."""
-    return VLLMValidationError(str(error).removeprefix(f"{error.field}: "), parameter=error.field)
+    return VLLMValidationError(error.message, parameter=error.field)
 
 
 def _create(

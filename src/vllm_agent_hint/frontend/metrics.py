@@ -47,7 +47,9 @@ class AgentHintMetrics:
         )
         self._expired = _counter("expired", "Leases whose TTL ran out.")
         self._clipped = _counter(
-            "clipped", "Protections that were cut short, by the bound that cut them.", "bound"
+            "clipped",
+            "Blocks that a bound kept from being associated (sessions, for max_sessions).",
+            "bound",
         )
         self._edits = _counter(
             "edits", "Context-management edits by operation and outcome.", "operation", "status"

@@ -30,10 +30,12 @@ class TrackedRequest:
         live: SAM's handle.
         num_hits: Logical blocks per KV cache group that it found cached, at the time when it
             found fewest: what it computed itself and found again after a preemption is its own.
+        is_complete: The front end has all that it wanted of it, so that its abort is a success.
     """
 
     live: LiveRequest
     num_hits: dict[int, int] = field(default_factory=dict)
+    is_complete: bool = False
 
 
 class KVCacheManagerMixin:

@@ -55,6 +55,8 @@ class Ledger:
         self.index = BlockIndex(port.num_gpu_blocks)
         self._outside_hits: dict[int, bytes] = {}
         """Block id -> the hash object that a request from outside the block's session hit."""
+        self._unclaimed_use: dict[int, bytes] = {}
+        """The same, where that request or the one that computed the block holds no claim on it."""
 
     # -- adding --------------------------------------------------------------------------------
 
@@ -80,6 +82,7 @@ class Ledger:
         diff: ChainDiff,
         newcomers: Sequence[Newcomer],
         *,
+        deadline: float,
         replaces: bool,
     ) -> None:
         """Make a chain hold a request's blocks.
@@ -89,12 +92,14 @@ class Ledger:
             prefix: The request's blocks.
             diff: ``compare(chain, prefix)``.
             newcomers: What to add, clipped already.
+            deadline: Of the lease that will cover the newcomers; the lineage still has the old
+                ones.
             replaces: Whether records that the request does not have end. Otherwise they stay.
         """
         if chain.logical is None and prefix.logical is None:
-            self._splice_dense(chain, prefix, diff, newcomers, replaces=replaces)
+            self._splice_dense(chain, prefix, diff, newcomers, deadline=deadline, replaces=replaces)
         else:
-            self._splice_sparse(chain, diff, newcomers, replaces=replaces)
+            self._splice_sparse(chain, diff, newcomers, deadline=deadline, replaces=replaces)
 
     def _splice_dense(
         self,
@@ -103,6 +108,7 @@ class Ledger:
         diff: ChainDiff,
         newcomers: Sequence[Newcomer],
         *,
+        deadline: float,
         replaces: bool,
     ) -> None:
         length = len(prefix.block_ids)
@@ -119,10 +125,16 @@ class Ledger:
                 break
             chain.put(new.position, new.block_id, new.block_hash, computed=new.is_computed)
             added.append(new.position)
-        self._associate(chain, added)
+        self._associate(chain, added, deadline)
 
     def _splice_sparse(
-        self, chain: Chain, diff: ChainDiff, newcomers: Sequence[Newcomer], *, replaces: bool
+        self,
+        chain: Chain,
+        diff: ChainDiff,
+        newcomers: Sequence[Newcomer],
+        *,
+        deadline: float,
+        replaces: bool,
     ) -> None:
         keep: Iterable[int] = range(len(chain))
         if replaces:
@@ -140,22 +152,22 @@ class Ledger:
         chain.block_ids = [records[i][0] for i in chain.logical]
         chain.hashes = [records[i][1] for i in chain.logical]
         chain.computed = bytearray(records[i][2] for i in chain.logical)
-        self._associate(chain, [chain.position_of(new.logical) for new in added])
+        self._associate(chain, [chain.position_of(new.logical) for new in added], deadline)
 
-    def _associate(self, chain: Chain, positions: Sequence[int]) -> None:
+    def _associate(self, chain: Chain, positions: Sequence[int], deadline: float) -> None:
         """Count the session on newly recorded blocks."""
         if not positions:
             return
         for i in positions:
             self.index.add(chain, chain.block_ids[i], chain.logical_index(i))
         tail_first = positions[::-1]
-        self._mark(chain, tail_first, chain.lineage.deadline, session_ref_delta=1)
+        self._mark(chain, tail_first, deadline, session_ref_delta=1)
 
     def write_deadlines(self, lineage: Lineage) -> None:
         """Write the deadlines of a lineage's leases to its blocks."""
-        if not lineage.leases and not lineage.has_deadlines:
+        if not lineage.leases and not lineage.latest_written:
             return
-        lineage.has_deadlines = bool(lineage.leases)
+        lineage.latest_written = lineage.deadline
         for chain in lineage.chains:
             start = 0
             spans: list[tuple[int, int, float]] = []
@@ -204,7 +216,7 @@ class Ledger:
     def release_all(self, lineage: Lineage, *, placement: Placement = Placement.BACK) -> int:
         """End every record of a lineage. Returns blocks that became ordinary and free."""
         gained = self.release_tail(lineage, len(lineage), placement=placement)
-        lineage.has_deadlines = False
+        lineage.latest_written = 0.0
         lineage.trim_to = None
         for chain in lineage.chains:
             chain.logical = None
@@ -240,7 +252,7 @@ class Ledger:
         Args:
             lineage: To shorten.
             num_records: At most this many, across its chains.
-            floor_token: Records that end at or before this token stay.
+            floor_token: Records that begin before this token stay.
             placement: Where a freed block enters.
             history: Receives the hashes, tail first.
 
@@ -276,7 +288,7 @@ class Ledger:
 
         Args:
             lineage: Whose records.
-            floor_token: Leave out those that end at or before this token.
+            floor_token: Leave out those that begin before this token.
             limit: At most so many. Attention chains are then looked at no further back.
         """
         starts: list[int] = []
@@ -288,7 +300,7 @@ class Ledger:
         return [
             (lineage.chains[g], starts[g] + k)
             for g, k in eviction_order(self.layouts, logical)
-            if (logical[g][k] + 1) * self.layouts[g].block_size > floor_token
+            if logical[g][k] * self.layouts[g].block_size >= floor_token
         ][:limit]
 
     def _release_positions(self, chain: Chain, positions: Sequence[int]) -> None:
@@ -334,14 +346,14 @@ class Ledger:
     def _deadline_without(self, chain: Chain, block_id: int) -> float:
         """A shared block's deadline once a chain has left it.
 
-        Only the holder of the deadline makes the others be asked: leases that end by themselves
-        end in the order of their deadlines, so the last owner is the only one to pay.
+        Only a deadline that may be the chain's own makes the others be asked: leases that end by
+        themselves end in the order of their deadlines, so the last owner is the only one to pay.
         """
         current = self.port.ttl_expire_at(block_id)
         lineage = chain.lineage
-        own = self._deadline_at(chain, self.index.logical_index(block_id))
-        own = own or lineage.expired_deadline
-        return current if current != own else self.deadline_of_others(chain, block_id)
+        if current > max(lineage.deadline, lineage.latest_written):
+            return current
+        return self.deadline_of_others(chain, block_id)
 
     # -- asking --------------------------------------------------------------------------------
 
@@ -371,6 +383,11 @@ class Ledger:
             and self._outside_hits.get(block_id) is not chain.hashes[position]
         )
 
+    def is_used_without_claim(self, chain: Chain, position: int) -> bool:
+        """Whether somebody uses a block, or has computed it, who holds no claim on it."""
+        block_hash = self._unclaimed_use.get(chain.block_ids[position])
+        return block_hash is chain.hashes[position]
+
     # -- what the pool reports -----------------------------------------------------------------
 
     def note_hits(
@@ -387,7 +404,9 @@ class Ledger:
             hashes: The blocks' own hash objects; not asked for where nothing is to be noted.
         """
         if session is None:
-            self._outside_hits.update(zip(block_ids, hashes, strict=True))
+            hit = dict(zip(block_ids, hashes, strict=True))
+            self._outside_hits.update(hit)
+            self._unclaimed_use.update(hit)
             return
         not_own = self.index.not_held_alone(session.lineage.chains[group], block_ids)
         if not not_own:
@@ -395,6 +414,8 @@ class Ledger:
         hashes = list(hashes)
         for k in not_own:
             owners = self.index.owners(block_ids[k])
+            if not owners:
+                self._unclaimed_use[block_ids[k]] = hashes[k]
             if not owners or any(c.lineage.session is not session for c in owners):
                 self._outside_hits[block_ids[k]] = hashes[k]
 
@@ -405,18 +426,21 @@ class Ledger:
             for chain in self.index.forget(block_id):
                 chain.mark_lost(chain.position_of(logical))
             self._outside_hits.pop(block_id, None)
+            self._unclaimed_use.pop(block_id, None)
 
     def block_moved(self, old_id: int, new_id: int) -> None:
         """The pool has moved a block's content and its scalars to another block."""
         for chain in self.index.rename(old_id, new_id):
             chain.block_ids[chain.position_of(self.index.logical_index(new_id))] = new_id
-        if old_id in self._outside_hits:
-            self._outside_hits[new_id] = self._outside_hits.pop(old_id)
+        for marks in (self._outside_hits, self._unclaimed_use):
+            if old_id in marks:
+                marks[new_id] = marks.pop(old_id)
 
     def clear(self) -> None:
         """Forget every record, after a reset that has zeroed every scalar."""
         self.index.clear()
         self._outside_hits.clear()
+        self._unclaimed_use.clear()
 
     def _forget_refused(self, done: BulkMetaUpdate) -> None:
         """A block lost its content unseen: drop its records, so that counts stay true."""

@@ -135,18 +135,18 @@ class Lineage:
     along a chain.
     """
 
-    __slots__ = ("chains", "expired_deadline", "has_deadlines", "leases", "session", "trim_to")
+    __slots__ = ("chains", "expired_deadline", "latest_written", "leases", "session", "trim_to")
 
     def __init__(self, session: "Session", num_groups: int) -> None:
         self.session = session
         self.chains = [Chain(self, group) for group in range(num_groups)]
         self.leases: list[Lease] = []
-        self.has_deadlines = False
-        """Whether blocks of the chains may carry a deadline of this lineage."""
+        self.latest_written = 0.0
+        """The latest deadline of this lineage that its blocks may carry, ended leases included."""
         self.trim_to: int | None = None
         """First token whose records an expired lease still has to let go; None if none."""
         self.expired_deadline = 0.0
-        """The deadline that those records still carry."""
+        """When the last lease to expire ran out."""
 
     def __len__(self) -> int:
         return sum(map(len, self.chains))

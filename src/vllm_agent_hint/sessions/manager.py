@@ -282,7 +282,8 @@ class SessionAwareManager:
 
         An unhinted request that shares a prefix holds no claim on it. Were the session's claim
         simply to end, an evict could cost that request its hits. So an anonymous session takes
-        over exactly the blocks whose protection would fall, and ends when the lease would have.
+        over exactly those of its blocks whose protection would fall, and ends when the lease
+        would have. Sessions that share a prefix have claims of their own and need no heir.
 
         Returns:
             Blocks that the edit does not offer for reuse.
@@ -295,7 +296,9 @@ class SessionAwareManager:
                 if block_id == LOST or self.ledger.is_exclusive(chain, position):
                     continue
                 spared += 1
-                if not self._others_protect_as_well(chain, block_id):
+                if self.ledger.is_used_without_claim(
+                    chain, position
+                ) and not self._others_protect_as_well(chain, block_id):
                     self._hand_over(chain, position, heir.lineage.chains[group])
         if len(heir.lineage):
             self._settle_heir(session, heir, now)
@@ -324,7 +327,7 @@ class SessionAwareManager:
             copy = Lease(lineage, lease.ttl, lease.end_token)
             copy.deadline = lease.deadline if lease.is_armed else now + lease.ttl
             lineage.leases.append(copy)
-        lineage.has_deadlines = session.lineage.has_deadlines
+        lineage.latest_written = session.lineage.latest_written
         self.ledger.write_deadlines(lineage)
         if lineage.leases:
             for lease in lineage.leases:
@@ -417,11 +420,14 @@ class SessionAwareManager:
         ]
         self._clip_to_records(newcomers)
         self._clip_to_share(newcomers)
+        leases = _lay_leases(lineage, protections, now)
+        deadline = leases[0].deadline if leases else 0.0
+        # The old leases stand until what they alone protect has been released.
+        for chain, new, diff, fresh in zip(lineage.chains, prefixes, diffs, newcomers, strict=True):
+            self.ledger.splice(chain, new, diff, fresh, deadline=deadline, replaces=replaces)
         self._end_leases(lineage)
         lineage.trim_to = None
-        lineage.leases = _lay_leases(lineage, protections, now)
-        for chain, new, diff, fresh in zip(lineage.chains, prefixes, diffs, newcomers, strict=True):
-            self.ledger.splice(chain, new, diff, fresh, replaces=replaces)
+        lineage.leases = leases
         self.ledger.write_deadlines(lineage)
 
     def _clip_to_records(self, newcomers: list[list[Newcomer]]) -> None:

@@ -1,0 +1,146 @@
+"""What must hold of the session core and its blocks between any two calls (design.md 9)."""
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+from tests.unit.plain_port import PlainPort
+from vllm_agent_hint.sessions.lineage import LOST, Chain, Lineage
+from vllm_agent_hint.sessions.manager import SessionAwareManager
+from vllm_agent_hint.settings import Settings
+
+Owners = dict[int, list[tuple[Chain, int]]]
+"""For each block id, ``(chain, logical index)`` of each record of it."""
+
+
+def lineages(sam: SessionAwareManager) -> Iterator[Lineage]:
+    for session in sam.sessions.values():
+        yield from session.lineages
+        yield from (live.held for live in session.live if live.held is not None)
+
+
+def owners_by_chains(sam: SessionAwareManager) -> Owners:
+    owners: Owners = {}
+    for lineage in lineages(sam):
+        for chain in lineage.chains:
+            for position, block_id in enumerate(chain.block_ids):
+                if block_id != LOST:
+                    owners.setdefault(block_id, []).append((chain, chain.logical_index(position)))
+    return owners
+
+
+def check_invariants(sam: SessionAwareManager, port: PlainPort, settings: Settings) -> None:
+    owners = owners_by_chains(sam)
+    check_records(sam, port, owners)
+    check_deadlines(sam, port, owners)
+    check_wheels(sam)
+    check_bounds(sam, port, settings)
+
+
+def check_records(sam: SessionAwareManager, port: PlainPort, owners: Owners) -> None:
+    """Invariant 3: counts, index and chains tell the same story."""
+    for block_id, block in enumerate(port.blocks):
+        held = owners.get(block_id, [])
+        assert block.count == len(held), "counts are the associations held"
+        assert set(sam.ledger.index.owners(block_id)) == {chain for chain, _ in held}
+        assert len({id(chain) for chain, _ in held}) == len(held), "recorded twice in a chain"
+        for chain, logical in held:
+            assert sam.ledger.index.logical_index(block_id) == logical
+            assert chain.hashes[chain.position_of(logical)] == block.hash
+    num_records = sum(map(len, owners.values()))
+    assert sum(block.count for block in port.blocks) == num_records
+    assert sam.ledger.index.num_records == num_records
+    shared = Counter(id(c) for held in owners.values() if len(held) > 1 for c, _ in held)
+    for lineage in lineages(sam):
+        for chain in lineage.chains:
+            assert chain.num_shared == shared[id(chain)]
+            assert len(chain.block_ids) == len(chain.hashes) == len(chain.computed)
+            if chain.logical is not None:
+                assert len(chain.logical) == len(chain.block_ids)
+                assert chain.logical == sorted(set(chain.logical))
+
+
+def check_deadlines(sam: SessionAwareManager, port: PlainPort, owners: Owners) -> None:
+    """A block carries the latest deadline of its owners, and none without an owner.
+
+    Owners whose lease has run out, and which let go of their blocks a slice at a time, may have
+    left the deadline there until it is their block's turn.
+    """
+
+    def given(chain: Chain, logical: int) -> float:
+        start = logical * sam.ledger.layouts[chain.group].block_size
+        leases = chain.lineage.leases
+        return max(
+            (e.deadline for e in leases if e.end_token is None or start < e.end_token), default=0.0
+        )
+
+    for block_id, block in enumerate(port.blocks):
+        held = owners.get(block_id, [])
+        wanted = max((given(*owner) for owner in held), default=0.0)
+        has_ended = [c for c, _ in held if not c.lineage.session.live]
+        is_letting_go = [c for c in has_ended if c.lineage.trim_to is not None]
+        was_letting_go = [c for c, _ in held if c.lineage.session.live and not c.lineage.leases]
+        if block.deadline != wanted:
+            assert is_letting_go or was_letting_go, "a deadline that no owner gives"
+            assert block.deadline > wanted, "protected for less than an owner asked"
+    for lineage in lineages(sam):
+        for chain in lineage.chains:
+            check_never_rises(chain, port, owners)
+
+
+def check_never_rises(chain: Chain, port: PlainPort, owners: Owners) -> None:
+    """Invariant 7, of neighbours that the same lineages hold; a lost copy leaves a hole."""
+    resident = [i for i in chain.block_ids if i != LOST]
+    for before, behind in pairwise(resident):
+        holders = {c for c, _ in owners[before]}
+        if holders >= {c for c, _ in owners[behind]} and not any(
+            c.lineage.trim_to is not None or c.lineage.session.live for c in holders
+        ):
+            assert port.blocks[before].deadline >= port.blocks[behind].deadline
+
+
+def check_wheels(sam: SessionAwareManager) -> None:
+    """A session waits for one thing at a time, and for nothing while a request of it is alive."""
+    trimming = {id(lineage) for lineage in sam._trimming if lineage.trim_to is not None}
+    armed = 0
+    for session in sam.sessions.values():
+        leases = sum(lease.is_armed for lease in session.lineage.leases)
+        armed += leases + session.idle.is_armed
+        is_trimming = id(session.lineage) in trimming
+        assert is_trimming == (session.lineage.trim_to is not None)
+        if session.live:
+            assert not leases, "the lease of a live request may not run out"
+            assert not session.idle.is_armed
+            assert not is_trimming
+        else:
+            assert leases == len(session.lineage.leases)
+            waits_for = [bool(leases), session.idle.is_armed, is_trimming and not leases]
+            assert sum(waits_for) == 1, "a session would never end"
+        assert not session.is_freed
+        for live in session.live:
+            assert live.session is session
+            assert live.held is None or not any(e.is_armed for e in live.held.leases)
+    assert len(sam._claims) + len(sam._idle) == armed
+    waits = len(sam._claims) + len(sam._idle) + len(sam._trimming)
+    assert (sam.next_tick_at < float("inf")) == (waits > 0)
+
+
+def check_bounds(sam: SessionAwareManager, port: PlainPort, settings: Settings) -> None:
+    assert len(sam.sessions) <= settings.max_sessions
+    assert sam.ledger.index.num_records <= settings.max_records
+    assert port.num_retained_blocks <= int(settings.protected_share * (port.num_gpu_blocks - 1))
+    assert sam._history_size == sum(len(s.history) for s in sam.sessions.values())
+    assert sam._history_size <= settings.max_history
+    assert sam.num_heirs == sum(s.is_heir for s in sam.sessions.values())
+
+
+def check_nothing_left(sam: SessionAwareManager, port: PlainPort) -> None:
+    """Invariant 4: every session has been freed and no request is alive."""
+    assert sam.sessions == {}
+    assert all(not block.count and not block.deadline for block in port.blocks)
+    assert sam.ledger.index.num_records == 0
+    assert not sam.ledger.index
+    assert not any(sam.ledger.index.owners(i) for i in range(port.num_gpu_blocks))
+    assert len(sam._claims) == len(sam._idle) == 0
+    assert sam._history_size == sam.num_heirs == 0
+    assert all(lineage.trim_to is None for lineage in sam._trimming)
