@@ -11,6 +11,7 @@ the scheduler class is extended; the scheduler mixin looks at what vLLM has buil
 import importlib
 import inspect
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -19,7 +20,7 @@ from typing import Any, Final
 
 import wrapt
 
-from vllm_agent_hint.settings import Settings, load_settings
+from vllm_agent_hint.settings import Settings, flag_names, load_settings, unknown_flags
 
 logger = logging.getLogger("vllm.agent_hint")
 
@@ -121,6 +122,12 @@ SEAMS: Final = (
         f"{_FRONTEND}.stops:process_outputs",
         "recording of turns that a stop string ends",
     ),
+    Seam(
+        "vllm.platforms.interface",
+        "Platform.validate_environ",
+        "vllm_agent_hint.seams:vouch_for_flags",
+        "silence about our flags",
+    ),
 )
 
 
@@ -130,6 +137,8 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    if strangers := unknown_flags(os.environ):
+        logger.warning("vllm-agent-hint: there is no flag %s", ", ".join(strangers))
     for seam in SEAMS:
         wrapt.register_post_import_hook(_entering(seam), seam.module)
 
@@ -237,6 +246,27 @@ def add_statistics_field(module: Any) -> None:
     from vllm_agent_hint.engine.scheduler_stats import add_field_to_scheduler_stats
 
     add_field_to_scheduler_stats(module)
+
+
+def vouch_for_flags(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``Platform.validate_environ(hard_fail)``, once at start.
+
+    Stock: warns of every ``VLLM_*`` variable that is not its own, or refuses to start
+    (``--fail-on-environ-validation``). Ours: knows our flags while it looks, and only then, since
+    the same table makes the keys of the compile cache. If it moves, the warnings come back.
+    """
+    from vllm import envs
+
+    known = envs.environment_variables
+    ours = [name for name in flag_names() if name not in known]
+    try:
+        known.update(dict.fromkeys(ours, lambda: None))
+        return wrapped(*args, **kwargs)
+    finally:
+        for name in ours:
+            known.pop(name, None)
 
 
 # -- looking before touching -----------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Every environment flag of the plugin, typed and validated in one place."""
 
+from collections.abc import Iterable
 from enum import StrEnum
 from functools import cache
 from typing import Final
@@ -81,6 +82,23 @@ class Settings(BaseSettings):
         le=1_000_000,
         description="Blocks that an expiry may release in one scheduling step; the rest follows "
         "in the next steps.",
+    )
+
+
+def flag_names() -> list[str]:
+    """The environment variable of each setting, in their order."""
+    return [
+        ENV_SWITCH if field.validation_alias else ENV_PREFIX + name.upper()
+        for name, field in Settings.model_fields.items()
+    ]
+
+
+def unknown_flags(environment: Iterable[str]) -> list[str]:
+    """Names that look like ours and are not: a flag that is misspelt has no effect."""
+    return sorted(
+        name
+        for name in environment
+        if name.upper().startswith(ENV_PREFIX) and name.upper() not in flag_names()
     )
 
 

@@ -152,3 +152,12 @@ def test_a_turn_that_a_stop_string_ends_is_a_success(serve: Serve) -> None:
     server.complete(tokens(8))
     assert server.metrics().total(edits, operation="evict", status="applied") == 1
     assert server.metrics().total(edits, operation="evict", status="rejected") == 0
+
+
+def test_our_flags_are_no_strangers_to_vllm(serve: Serve) -> None:
+    server = serve(
+        "qwen3-small", ["--fail-on-environ-validation"], {"VLLM_AGENT_HINT_RELEASE_SLICE": "64"}
+    )
+
+    assert "Unknown vLLM environment variable" not in server.log_text()
+    assert "release_slice=64" in server.log_text()

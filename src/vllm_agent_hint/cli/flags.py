@@ -2,14 +2,13 @@
 
 from annotated_types import Ge, Gt, Le
 
-from vllm_agent_hint.settings import ENV_PREFIX, ENV_SWITCH, Settings
+from vllm_agent_hint.settings import Settings, flag_names
 
 
 def flags_table() -> str:
     """Markdown: name, default, bounds and meaning of every flag."""
     lines = ["| variable | default | bounds | meaning |", "|---|---|---|---|"]
-    for name, field in Settings.model_fields.items():
-        variable = ENV_SWITCH if field.validation_alias else ENV_PREFIX + name.upper()
+    for variable, field in zip(flag_names(), Settings.model_fields.values(), strict=True):
         default = field.default
         if isinstance(default, bool):
             shown = str(int(default))

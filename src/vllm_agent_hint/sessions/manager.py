@@ -288,10 +288,9 @@ class SessionAwareManager:
         Returns:
             Blocks that the edit does not offer for reuse.
         """
-        lineage = session.lineage
         spared = 0
-        heir = Session(next(self._serial), len(self._layouts), is_heir=True)
-        for group, chain in enumerate(lineage.chains):
+        wanted: list[tuple[Chain, int]] = []
+        for chain in session.lineage.chains:
             for position, block_id in enumerate(chain.block_ids):
                 if block_id == LOST or self.ledger.is_exclusive(chain, position):
                     continue
@@ -299,8 +298,11 @@ class SessionAwareManager:
                 if self.ledger.is_used_without_claim(
                     chain, position
                 ) and not self._others_protect_as_well(chain, block_id):
-                    self._hand_over(chain, position, heir.lineage.chains[group])
-        if len(heir.lineage):
+                    wanted.append((chain, position))
+        if wanted and self._make_room(besides=session):
+            heir = Session(next(self._serial), len(self._layouts), is_heir=True)
+            for chain, position in wanted:
+                self._hand_over(chain, position, heir.lineage.chains[chain.group])
             self._settle_heir(session, heir, now)
         return spared
 
@@ -343,15 +345,27 @@ class SessionAwareManager:
     def _use_session(self, key: Hashable) -> Session | None:
         session = self.sessions.pop(key, None)
         if session is None:
-            while len(self.sessions) >= self._settings.max_sessions:
-                victim = next((s for s in self.sessions.values() if not s.live), None)
-                self.counters.clipped["max_sessions"] += 1
-                if victim is None:
-                    return None
-                self._free(victim)
+            if not self._make_room():
+                return None
             session = Session(key, len(self._layouts))
         self.sessions[key] = session
         return session
+
+    def _make_room(self, besides: Session | None = None) -> bool:
+        """Make room for one session more; the one used longest ago goes, if none of it is alive.
+
+        Returns:
+            Whether there is room.
+        """
+        if len(self.sessions) < self._settings.max_sessions:
+            return True
+        self.counters.clipped["max_sessions"] += 1
+        idle = (s for s in self.sessions.values() if not s.live and s is not besides)
+        victim = next(idle, None)
+        if victim is None:
+            return False
+        self._free(victim)
+        return True
 
     def _suspend(self, session: Session) -> None:
         """A request of the session is alive: nothing of it falls due."""
