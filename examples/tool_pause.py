@@ -30,7 +30,7 @@ print("the agent's first turn:")
 reply = ask(conversation, session)
 
 print("others, while its tool runs:")
-for visitor in range(10):
+for visitor in range(12):
     ask([{"role": "user", "content": f"visitor {visitor}: " + f"question {visitor}; " * 300}])
 
 print("the agent's next turn:")

@@ -1,11 +1,21 @@
-"""Fixtures for every test: where things lie, and models made once."""
+"""Fixtures for every test: where things lie, and models made once.
 
+Property tests try the same examples in every run, so that a red test means a change of ours.
+``HYPOTHESIS_PROFILE=explore make test`` looks for new ones.
+"""
+
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from vllm_agent_hint.cli.demo.model import ensure_model
+
+settings.register_profile("repeatable", derandomize=True, database=None)
+settings.register_profile("explore", print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 

@@ -19,3 +19,30 @@ def clock() -> Iterator[Clock]:
     clock.start()
     yield clock
     clock.stop()
+
+
+class Log(logging.Handler):
+    """What our own logger says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(record.getMessage() for record in self.records)
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    """The plugin's log lines from now on, whatever vLLM has set up."""
+    ours = logging.getLogger("vllm.agent_hint")
+    handler, level = Log(), ours.level
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
+    yield handler
+    ours.removeHandler(handler)
+    ours.setLevel(level)

@@ -54,7 +54,12 @@ SAMPLED_TOKEN = 7
 def group_specs(kind: str) -> list[Any]:
     """KV cache groups: ``full``, ``window`` (full + sliding window), ``state`` (full + Mamba),
     ``all`` (the three together)."""
-    attention = dict(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    attention: dict[str, Any] = {
+        "block_size": BLOCK,
+        "num_kv_heads": 1,
+        "head_size": 1,
+        "dtype": torch.float32,
+    }
     full = FullAttentionSpec(**attention)
     window = SlidingWindowSpec(**attention, sliding_window=2 * BLOCK)
     state = MambaSpec(

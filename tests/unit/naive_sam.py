@@ -28,6 +28,12 @@ class Claim:
     end: int | None
     ttl: float
     deadline: float
+    armed_at: float = 0.0
+    """When the last request of its session ended; it does not come up before."""
+
+    @property
+    def comes_up(self) -> float:
+        return max(self.deadline, self.armed_at)
 
     def outdoes(self, other: "Claim") -> bool:
         return self.ttl >= other.ttl and (
@@ -94,6 +100,8 @@ class NaiveSam:
         self.sessions: dict[Hashable, NaiveSession] = {}
         self.outside_hits: set[int] = set()
         """Blocks that somebody other than their only owner was served from."""
+        self.unclaimed_use: set[int] = set()
+        """Blocks that somebody uses, or has computed, who holds no claim on them."""
         self.num_expired = 0
         self._serial = count()
 
@@ -180,8 +188,9 @@ class NaiveSam:
         asked = request.intent.protections
         if asked and (succeeded or not session.protections):
             session.protections = asked
-        wanted = session.protections if asked or self.renew else ()
+        wanted = session.protections if asked or self.renew else None
         self._record(session.context, tables, num_hits, wanted, now, replaces=succeeded)
+        session.has_history = session.has_history and not succeeded
         self._rest(session, now)
 
     def _record(
@@ -189,7 +198,7 @@ class NaiveSam:
         context: Context,
         tables: list[Blocks],
         num_hits: Sequence[int],
-        protections: Sequence[Protection],
+        protections: Sequence[Protection] | None,
         now: float,
         *,
         replaces: bool,
@@ -213,8 +222,12 @@ class NaiveSam:
                     computed = not num_hits or logical >= num_hits[group]
                     new[logical] = Record(served, block_hash, computed)
             context.records[group] = new
+        if protections is not None:
+            context.claims = self._lay_claims(protections, now)
+
+    def _lay_claims(self, protections: Sequence[Protection], now: float) -> list[Claim]:
         claims = [Claim(p.end_token, p.ttl, now + p.ttl) for p in protections if p.ttl > 0]
-        context.claims = [
+        return [
             claim
             for k, claim in enumerate(claims)
             if not any(
@@ -235,7 +248,11 @@ class NaiveSam:
 
     def _rest(self, session: NaiveSession, now: float) -> None:
         """A session without a request, a lease and a name ends; with a name, after a while."""
-        if not session.live and not session.context.claims:
+        if session.live:
+            return
+        for claim in session.context.claims:
+            claim.armed_at = now
+        if not session.context.claims:
             session.idle_until = now + self.idle_seconds
             if not session.is_named:
                 self._free(session)
@@ -244,23 +261,29 @@ class NaiveSam:
 
     def note_hits(self, session: NaiveSession | None, blocks: Sequence[int]) -> None:
         for block in blocks:
-            if {context.session for context, _, _ in self.owners(block)} != {session}:
+            owners = {context.session for context, _, _ in self.owners(block)}
+            if owners != {session}:
                 self.outside_hits.add(block)
+            if session is None or not owners:
+                self.unclaimed_use.add(block)
 
     def content_gone(self, block: int) -> None:
         self.outside_hits.discard(block)
+        self.unclaimed_use.discard(block)
         for context, group, logical in self.owners(block):
             context.records[group][logical].block = None
 
     def block_moved(self, source: int, target: int) -> None:
         for context, group, logical in self.owners(source):
             context.records[group][logical].block = target
-        if source in self.outside_hits:
-            self.outside_hits.remove(source)
-            self.outside_hits.add(target)
+        for blocks in (self.outside_hits, self.unclaimed_use):
+            if source in blocks:
+                blocks.remove(source)
+                blocks.add(target)
 
     def reset(self, now: float) -> None:
         self.outside_hits.clear()
+        self.unclaimed_use.clear()
         for session in list(self.sessions.values()):
             session.forget_context()
             session.has_history = False
@@ -283,7 +306,7 @@ class NaiveSam:
         for session in list(self.sessions.values()):
             if session.live:
                 continue
-            due = [claim for claim in session.context.claims if is_due(claim.deadline)]
+            due = [claim for claim in session.context.claims if is_due(claim.comes_up)]
             if due:
                 self.num_expired += len(due)
                 session.context.claims = [c for c in session.context.claims if c not in due]
@@ -312,14 +335,14 @@ class NaiveSam:
     # -- edits ---------------------------------------------------------------------------------
 
     def evict(self, key: Hashable, now: float) -> None:
-        """The context ends; what others use of it stays for as long as the session's claim ran."""
+        """The context ends. What others use of it without a claim stays for as long as it would."""
         session = self.sessions[key]
         heir = NaiveSession(("heir", next(self._serial)), False, len(self.layouts))
         wanted = [
             (group, logical, record, self.marks(record.block))
             for group, records in enumerate(session.context.records)
             for logical, record in records.items()
-            if record.block is not None and not self.is_exclusive(record)
+            if record.block in self.unclaimed_use and not self.is_exclusive(record)
         ]
         before = session.context
         session.forget_context()
@@ -331,7 +354,7 @@ class NaiveSam:
                 heir.context.records[group][logical] = replace(record, is_computed=False)
         if any(heir.context.records):
             heir.context.claims = [
-                replace(c, deadline=now + c.ttl if session.live else c.deadline)
+                replace(c, deadline=now + c.ttl if session.live else c.deadline, armed_at=now)
                 for c in before.claims
             ]
             if not heir.context.claims:

@@ -47,7 +47,7 @@ class PlainPort:
         self.free = list(range(1, num_blocks))
         """Block ids that no request uses, first freed first."""
         self.fronted: list[int] = []
-        """Block ids that were offered for reuse before all others, first to be reused first."""
+        """Block ids that entered a zone before all others there, first to be reused first."""
         self.on_reuse: Callable[[list[int]], None] = lambda _: None
         """Told of retained blocks whose content is gone, as the session core is."""
         self.on_gone: Callable[[int], None] = lambda _: None
@@ -92,15 +92,15 @@ class PlainPort:
             elif block.hash != expected_block_hashes[k]:
                 done.refused.append((block_id, BlockMetaUpdateResult.STALE_HASH))
                 continue
-            was_retained = block.is_retained
+            zone = _zone(block)
             block.count += session_ref_delta
             if ttl_expire_at is not None:
                 each = isinstance(ttl_expire_at, Sequence)
                 block.deadline = ttl_expire_at[k] if each else ttl_expire_at
                 assert block.deadline >= 0.0
             done.updated += 1
-            if was_retained and not block.is_retained:
-                done.made_ordinary += not block.users
+            if _zone(block) != zone:
+                done.made_ordinary += not block.users and not block.is_retained
                 if placement is Placement.FRONT:
                     self.fronted.append(block_id)
         return done

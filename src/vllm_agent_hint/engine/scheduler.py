@@ -97,7 +97,7 @@ class AgentSchedulerMixin:
             time.monotonic(),
             release_policy(settings),
         )
-        manager.sam = self._sam
+        manager.on_served = self._request_served
         manager.tracked = self._tracked
         manager.block_pool.observer = self
 
@@ -180,6 +180,12 @@ class AgentSchedulerMixin:
         live = self._sam.request_added(intent)
         if live is not None:
             self._tracked[request.request_id] = TrackedRequest(live)
+
+    @_outlives_sam
+    def _request_served(self, request: Any, groups: Sequence[Sequence[Any]]) -> None:
+        assert self._sam is not None
+        if self._sam.sessions:
+            self.kv_cache_manager.note_hits(self._sam, request, groups)
 
     @_outlives_sam
     def _record_preempted(self, request: Any) -> None:
@@ -269,7 +275,7 @@ class AgentSchedulerMixin:
         self.agent_hint_reason = f"{where} failed, see the log"
         self._sam = None
         self._tracked.clear()
-        self.kv_cache_manager.sam = None
+        self.kv_cache_manager.on_served = None
         pool = self.kv_cache_manager.block_pool
         pool.observer = None
         pool.drop_all_meta()

@@ -31,11 +31,14 @@ class TrackedRequest:
         num_hits: Logical blocks per KV cache group that it found cached, at the time when it
             found fewest: what it computed itself and found again after a preemption is its own.
         is_complete: The front end has all that it wanted of it, so that its abort is a success.
+        checkpoints: Per KV cache group of states or windows, what was recorded of it last, by
+            logical index.
     """
 
     live: LiveRequest
     num_hits: dict[int, int] = field(default_factory=dict)
     is_complete: bool = False
+    checkpoints: dict[int, dict[int, KVCacheBlock]] = field(default_factory=dict)
 
 
 class KVCacheManagerMixin:
@@ -51,7 +54,8 @@ class KVCacheManagerMixin:
     kv_cache_config: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.sam: SessionAwareManager | None = None
+        self.on_served: Callable[[Any, Sequence[Sequence[KVCacheBlock]]], None] | None = None
+        """Called with a request and the cached blocks that it was served from."""
         self.tracked: dict[str, TrackedRequest] = {}
         """Hinted requests by request id; the scheduler keeps it."""
         with rebound([kv_cache_coordinator], "BlockPool", lambda _: AgentBlockPool):
@@ -83,20 +87,24 @@ class KVCacheManagerMixin:
     # -- what a request was served from ---------------------------------------------------------
 
     def get_computed_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """As stock, once per attempt to schedule a request; then note what it was served from."""
+        """As stock, once per attempt to schedule a request; then say what it was served from."""
         result = super().get_computed_blocks(request, *args, **kwargs)  # type: ignore[misc]
-        if self.sam is not None and self.sam.sessions:
-            self._note_hits(self.sam, request, result[0].blocks)
+        if self.on_served is not None:
+            self.on_served(request, result[0].blocks)
         return result
 
-    def _note_hits(
+    def note_hits(
         self, sam: SessionAwareManager, request: Any, groups: Sequence[Sequence[KVCacheBlock]]
     ) -> None:
+        """Tell SAM which cached blocks a request was served from. O(blocks)."""
         tracked = self.tracked.get(request.request_id)
         for group, blocks in enumerate(groups):
             if tracked is not None:
                 known = tracked.num_hits.get(group, len(blocks))
                 tracked.num_hits[group] = min(known, len(blocks))
+                hit = blocks
+            elif self._frees_early(group):
+                # A running request may have freed the block already, and record it at its end.
                 hit = blocks
             else:
                 # A block that nobody runs on or records is nobody's to protect.
@@ -110,6 +118,9 @@ class KVCacheManagerMixin:
                     [b.block_id for b in hit],
                     (b._block_hash for b in hit),
                 )
+
+    def _frees_early(self, group: int) -> bool:
+        return isinstance(self.coordinator.single_type_managers[group], _CHECKPOINT_MANAGERS)
 
     # -- what a request leaves behind ------------------------------------------------------------
 
@@ -125,7 +136,14 @@ class KVCacheManagerMixin:
             if manager.block_pool is not self.block_pool:
                 blocks = []
             if isinstance(manager, _CHECKPOINT_MANAGERS):
-                prefix = self._checkpoints(request, group, manager, blocks)
+                found = self._checkpoints(request, group, manager, blocks)
+                tracked.checkpoints[group] = found
+                logical = sorted(found)
+                prefix = RecordedPrefix(
+                    [found[i].block_id for i in logical],
+                    [found[i]._block_hash for i in logical],
+                    logical,
+                )
             else:
                 hashes = [block._block_hash for block in blocks]
                 if None in hashes:
@@ -137,11 +155,15 @@ class KVCacheManagerMixin:
 
     def _checkpoints(
         self, request: Any, group: int, manager: Any, blocks: Sequence[KVCacheBlock]
-    ) -> RecordedPrefix:
+    ) -> dict[int, KVCacheBlock]:
         """State or window blocks at the boundaries where the context can be taken up again.
 
         The request's own table has only the last of them: the others were freed while it ran,
-        past every hook, and are found by the request's own hashes.
+        past every hook, and are found by the request's own hashes. Beyond what it has computed
+        there are none of its own.
+
+        Returns:
+            By logical index.
         """
         found: dict[int, KVCacheBlock] = {
             i: block
@@ -149,13 +171,13 @@ class KVCacheManagerMixin:
             if block._block_hash is not None and not block.is_null
         }
         prompt = request.num_prompt_tokens
-        for boundary in {prompt, prompt - 1, getattr(request, "shared_prefix_boundary", 0)}:
-            for index, block in self._cached_at(request, group, manager, boundary):
+        # The last token of a context is sampled and never computed.
+        ends = {prompt, prompt - 1, request.num_tokens - 1}
+        for boundary in ends | {getattr(request, "shared_prefix_boundary", 0)}:
+            reached = min(boundary, request.num_computed_tokens)
+            for index, block in self._cached_at(request, group, manager, reached):
                 found.setdefault(index, block)
-        logical = sorted(found)
-        return RecordedPrefix(
-            [found[i].block_id for i in logical], [found[i]._block_hash for i in logical], logical
-        )
+        return found
 
     def _cached_at(
         self, request: Any, group: int, manager: Any, boundary: int
@@ -179,26 +201,50 @@ class KVCacheManagerMixin:
     def free(self, request: Any) -> None:
         """As stock, but a hinted request of a hybrid model goes tail first across its groups."""
         if request.request_id in self.tracked and self._is_hybrid:
-            self.block_pool.free_blocks(self._pop_tail_first(request))
+            early = self._freed_early(self.tracked[request.request_id])
+            self.block_pool.free_blocks(self._pop_tail_first(request, early))
         else:
             super().free(request)  # type: ignore[misc]
 
     def pop_blocks_for_free(self, request: Any) -> list[KVCacheBlock]:
         """As stock: the caller frees them in reverse."""
         if request.request_id in self.tracked and self._is_hybrid:
-            return self._pop_tail_first(request)[::-1]
+            early: list[dict[int, KVCacheBlock]] = [{} for _ in self.group_layouts()]
+            return self._pop_tail_first(request, early)[::-1]
         return super().pop_blocks_for_free(request)  # type: ignore[misc]
 
     @property
     def _is_hybrid(self) -> bool:
         return len(self.coordinator.single_type_managers) > 1
 
-    def _pop_tail_first(self, request: Any) -> list[KVCacheBlock]:
-        managers = self.coordinator.single_type_managers
-        tables = [manager.pop_blocks_for_free(request.request_id) for manager in managers]
-        held = [[i for i, b in enumerate(table) if not b.is_null] for table in tables]
-        order = eviction_order(self.group_layouts(), held)
-        return [tables[group][held[group][k]] for group, k in order]
+    def _freed_early(self, tracked: TrackedRequest) -> list[dict[int, KVCacheBlock]]:
+        """Recorded checkpoints that are free already: their place is among the other blocks."""
+        return [
+            {
+                i: block
+                for i, block in tracked.checkpoints.get(group, {}).items()
+                if block.ref_cnt == 0 and block._session_ref_cnt
+            }
+            for group in range(len(self.coordinator.single_type_managers))
+        ]
+
+    def _pop_tail_first(
+        self, request: Any, early: Sequence[dict[int, KVCacheBlock]]
+    ) -> list[KVCacheBlock]:
+        """Take a request's blocks and what it has freed early, in the order of reuse."""
+        held: list[dict[int, KVCacheBlock]] = []
+        for manager, freed in zip(self.coordinator.single_type_managers, early, strict=True):
+            length = len(manager.req_to_blocks.get(request.request_id) or ())
+            table = manager.pop_blocks_for_free(request.request_id)
+            # vLLM 0.33 leaves out the null blocks at the front.
+            first = max(0, length - len(table))
+            blocks = {first + i: block for i, block in enumerate(table) if not block.is_null}
+            missing = {i: block for i, block in freed.items() if i not in blocks}
+            self.block_pool.touch(list(missing.values()))
+            held.append(dict(sorted({**missing, **blocks}.items())))
+        order = eviction_order(self.group_layouts(), [list(blocks) for blocks in held])
+        tables = [list(blocks.values()) for blocks in held]
+        return [tables[group][k] for group, k in order]
 
 
 _CHECKPOINT_MANAGERS = (SlidingWindowManager, ChunkedLocalAttentionManager, MambaManager)

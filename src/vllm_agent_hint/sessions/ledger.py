@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_agent_hint.sessions.blockmeta import BlockMetaPort, BulkMetaUpdate
 from vllm_agent_hint.sessions.index import BlockIndex
@@ -19,9 +19,8 @@ from vllm_agent_hint.sessions.session import Session
 from vllm_agent_hint.settings import Placement
 
 
-@dataclass(frozen=True, slots=True)
-class Newcomer:
-    """A block that a request adds to a chain.
+class Newcomer(NamedTuple):
+    """A block that a request adds to a chain. A tuple: a first turn makes thousands.
 
     Args:
         position: Place in the request's ``RecordedPrefix``.
@@ -75,84 +74,54 @@ class Ledger:
             found.append(Newcomer(position, logical, *cached, logical >= prefix.num_hits))
         return found
 
-    def splice(
-        self,
-        chain: Chain,
-        prefix: RecordedPrefix,
-        diff: ChainDiff,
-        newcomers: Sequence[Newcomer],
-        *,
-        deadline: float,
-        replaces: bool,
+    def drop_replaced(
+        self, chain: Chain, prefix: RecordedPrefix, diff: ChainDiff, *, replaces: bool
     ) -> None:
-        """Make a chain hold a request's blocks.
+        """End the records of a chain that a request's blocks take the place of.
 
         Args:
             chain: To change.
             prefix: The request's blocks.
             diff: ``compare(chain, prefix)``.
-            newcomers: What to add, clipped already.
-            deadline: Of the lease that will cover the newcomers; the lineage still has the old
-                ones.
             replaces: Whether records that the request does not have end. Otherwise they stay.
         """
-        if chain.logical is None and prefix.logical is None:
-            self._splice_dense(chain, prefix, diff, newcomers, deadline=deadline, replaces=replaces)
-        else:
-            self._splice_sparse(chain, diff, newcomers, deadline=deadline, replaces=replaces)
-
-    def _splice_dense(
-        self,
-        chain: Chain,
-        prefix: RecordedPrefix,
-        diff: ChainDiff,
-        newcomers: Sequence[Newcomer],
-        *,
-        deadline: float,
-        replaces: bool,
-    ) -> None:
-        length = len(prefix.block_ids)
-        dropped = [i for i in diff.dropped if replaces or i < length]
+        if chain.logical is not None or prefix.logical is not None:
+            keep: Iterable[int] = range(len(chain))
+            if replaces:
+                self._release_positions(chain, diff.dropped)
+                keep = diff.kept
+            chain.keep_only([i for i in keep if chain.block_ids[i] != LOST])
+            return
+        dropped = [i for i in diff.dropped if replaces or i < len(prefix.block_ids)]
         self._release_positions(chain, dropped)
         if replaces:
-            chain.truncate(min(len(chain), length))
+            chain.truncate(diff.common)
         for i in dropped:
             if i < len(chain):
                 chain.mark_lost(i)
-        added: list[int] = []
-        for new in newcomers:
-            if new.position > len(chain):
-                break
-            chain.put(new.position, new.block_id, new.block_hash, computed=new.is_computed)
-            added.append(new.position)
-        self._associate(chain, added, deadline)
 
-    def _splice_sparse(
-        self,
-        chain: Chain,
-        diff: ChainDiff,
-        newcomers: Sequence[Newcomer],
-        *,
-        deadline: float,
-        replaces: bool,
-    ) -> None:
-        keep: Iterable[int] = range(len(chain))
-        if replaces:
-            self._release_positions(chain, diff.dropped)
-            keep = diff.kept
-        records = {
-            chain.logical_index(i): (chain.block_ids[i], chain.hashes[i], chain.computed[i])
-            for i in keep
-            if chain.block_ids[i] != LOST
-        }
-        added = [new for new in newcomers if new.logical not in records]
-        for new in added:
-            records[new.logical] = (new.block_id, new.block_hash, new.is_computed)
-        chain.logical = sorted(records)
-        chain.block_ids = [records[i][0] for i in chain.logical]
-        chain.hashes = [records[i][1] for i in chain.logical]
-        chain.computed = bytearray(records[i][2] for i in chain.logical)
-        self._associate(chain, [chain.position_of(new.logical) for new in added], deadline)
+    def add(self, chain: Chain, newcomers: Sequence[Newcomer], deadline: float) -> None:
+        """Record a request's blocks in a chain, after ``drop_replaced``.
+
+        Args:
+            chain: To change.
+            newcomers: What to add, clipped already.
+            deadline: Of the lease that will cover them; the lineage still has the old ones.
+        """
+        added: list[int] = []
+        if chain.logical is not None:
+            known = set(chain.logical)
+            fresh = [new for new in newcomers if new.logical not in known]
+            for new in fresh:
+                chain.insert(new.logical, new.block_id, new.block_hash, computed=new.is_computed)
+            added = [chain.position_of(new.logical) for new in fresh]
+        else:
+            for new in newcomers:
+                if new.position > len(chain):
+                    break
+                chain.put(new.position, new.block_id, new.block_hash, computed=new.is_computed)
+                added.append(new.position)
+        self._associate(chain, added, deadline)
 
     def _associate(self, chain: Chain, positions: Sequence[int], deadline: float) -> None:
         """Count the session on newly recorded blocks."""
@@ -304,6 +273,8 @@ class Ledger:
         ][:limit]
 
     def _release_positions(self, chain: Chain, positions: Sequence[int]) -> None:
+        if not positions:
+            return
         tail_first = sorted(positions, reverse=True)
         self._release(
             [chain.block_ids[i] for i in tail_first],

@@ -110,6 +110,22 @@ class Chain:
             self.hashes.append(block_hash)
             self.computed.append(computed)
 
+    def insert(self, logical: int, block_id: int, block_hash: bytes, *, computed: bool) -> None:
+        """Add a record to a chain with holes."""
+        assert self.logical is not None
+        position = bisect_left(self.logical, logical)
+        self.logical.insert(position, logical)
+        self.block_ids.insert(position, block_id)
+        self.hashes.insert(position, block_hash)
+        self.computed.insert(position, computed)
+
+    def keep_only(self, positions: Sequence[int]) -> None:
+        """Drop all records but those at some positions; the chain may have holes from now on."""
+        self.logical = [self.logical_index(i) for i in positions]
+        self.block_ids = [self.block_ids[i] for i in positions]
+        self.hashes = [self.hashes[i] for i in positions]
+        self.computed = bytearray(self.computed[i] for i in positions)
+
     def mark_lost(self, position: int) -> None:
         """The block was reused: keep a short digest of what it held."""
         self.block_ids[position] = LOST
@@ -202,12 +218,17 @@ def digests(hashes: Sequence[bytes]) -> "array[int]":
 
 @dataclass(slots=True)
 class ChainDiff:
-    """What a request's blocks change in a chain: positions of ``old`` and of ``new``."""
+    """What a request's blocks change in a chain: positions of ``old`` and of ``new``.
+
+    ``common`` positions at the start have the same content in both; none is asked for in chains
+    with holes.
+    """
 
     kept: Sequence[int]
     dropped: Sequence[int]
     added: Sequence[int]
     diverged: bool
+    common: int = 0
 
 
 def compare(old: Chain, new: RecordedPrefix) -> ChainDiff:
@@ -223,7 +244,7 @@ def compare(old: Chain, new: RecordedPrefix) -> ChainDiff:
             and old.block_ids == new.block_ids[:n]
             and old.hashes == new.hashes[:n]
         ):
-            return ChainDiff(range(n), (), range(n, len(new.block_ids)), diverged=False)
+            return ChainDiff(range(n), (), range(n, len(new.block_ids)), diverged=False, common=n)
         return _compare_dense(old, new)
     return _compare_sparse(old, new)
 
@@ -241,6 +262,7 @@ def _compare_dense(old: Chain, new: RecordedPrefix) -> ChainDiff:
                 list(concatenate(dropped, range(i, len(old)))),
                 list(concatenate(added, range(i, len(new.block_ids)))),
                 diverged=True,
+                common=i,
             )
         if old.block_ids[i] == new.block_ids[i] and old.hashes[i] == new.hashes[i]:
             kept.append(i)
@@ -250,7 +272,7 @@ def _compare_dense(old: Chain, new: RecordedPrefix) -> ChainDiff:
     added += range(common, len(new.block_ids))
     # A shorter request says nothing about what lies behind its end.
     dropped += range(common, len(old))
-    return ChainDiff(kept, dropped, added, diverged=False)
+    return ChainDiff(kept, dropped, added, diverged=False, common=common)
 
 
 def _compare_sparse(old: Chain, new: RecordedPrefix) -> ChainDiff:

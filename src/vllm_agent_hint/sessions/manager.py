@@ -139,10 +139,13 @@ class SessionAwareManager:
         asked = live.intent.protections
         if asked and (succeeded or not session.protections):
             session.protections = asked
-        renewed = session.protections if asked or self._settings.renew else ()
+        renewed = session.protections if asked or self._settings.renew else None
         self._record(session.lineage, prefixes, renewed, now, replaces=succeeded)
         if live.held is not None:
             self._dissolve(live.held)
+        if succeeded:
+            # What had expired is recorded again, or superseded.
+            self._drop_history(session)
         if not session.live:
             self._resume(session, now)
         self._reschedule()
@@ -352,7 +355,7 @@ class SessionAwareManager:
         return session
 
     def _make_room(self, besides: Session | None = None) -> bool:
-        """Make room for one session more; the one used longest ago goes, if none of it is alive.
+        """Make room for one session more; the one used longest ago goes, unless it is alive.
 
         Returns:
             Whether there is room.
@@ -420,28 +423,32 @@ class SessionAwareManager:
         self,
         lineage: Lineage,
         prefixes: Sequence[RecordedPrefix],
-        protections: Sequence[Protection],
+        protections: Sequence[Protection] | None,
         now: float,
         *,
         replaces: bool,
     ) -> None:
-        """Make a lineage hold a request's blocks, under leases that begin now."""
+        """Make a lineage hold a request's blocks, under leases that begin now.
+
+        With ``protections`` None, under the leases that it has.
+        """
         diffs = [compare(chain, new) for chain, new in zip(lineage.chains, prefixes, strict=True)]
         if not replaces and any(diff.diverged for diff in diffs):
             diffs = [ChainDiff((), (), (), diverged=True) for _ in diffs]
         newcomers = [
             self.ledger.newcomers(diff, new) for diff, new in zip(diffs, prefixes, strict=True)
         ]
+        # The old leases stand until what they alone protect has been released.
+        for chain, new, diff in zip(lineage.chains, prefixes, diffs, strict=True):
+            self.ledger.drop_replaced(chain, new, diff, replaces=replaces)
         self._clip_to_records(newcomers)
         self._clip_to_share(newcomers)
-        leases = _lay_leases(lineage, protections, now)
-        deadline = leases[0].deadline if leases else 0.0
-        # The old leases stand until what they alone protect has been released.
-        for chain, new, diff, fresh in zip(lineage.chains, prefixes, diffs, newcomers, strict=True):
-            self.ledger.splice(chain, new, diff, fresh, deadline=deadline, replaces=replaces)
-        self._end_leases(lineage)
+        if protections is not None:
+            self._end_leases(lineage)
+            lineage.leases = _lay_leases(lineage, protections, now)
         lineage.trim_to = None
-        lineage.leases = leases
+        for chain, fresh in zip(lineage.chains, newcomers, strict=True):
+            self.ledger.add(chain, fresh, lineage.deadline)
         self.ledger.write_deadlines(lineage)
 
     def _clip_to_records(self, newcomers: list[list[Newcomer]]) -> None:
