@@ -98,8 +98,10 @@ def check_protections(scheduler: Any) -> None:
                 continue
             deadline = sam.ledger._deadline_at(chain, chain.logical_index(position))
             wanted[block_id] = max(wanted.get(block_id, 0.0), deadline)
-            if lineage.trim_to is not None:
-                expiring.setdefault(block_id, set()).add(lineage.expired_deadline)
+            # A request may arrive while what has expired is being let go: it stops that.
+            was_interrupted = not lineage.leases and lineage.session.live
+            if lineage.trim_to is not None or was_interrupted:
+                expiring.setdefault(block_id, set()).add(lineage.latest_written)
     for block_id, deadline in wanted.items():
         carried = blocks[block_id]._ttl_expire_at
         assert carried == deadline or (

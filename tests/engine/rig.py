@@ -1,11 +1,14 @@
 """vLLM's real scheduler, KV cache manager and block pool, without a model behind them."""
 
+import atexit
 import inspect
 import itertools
 import json
+import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,9 +79,11 @@ def group_specs(kind: str) -> list[Any]:
     }[kind]
 
 
-def _model_config() -> ModelConfig:
-    folder = Path(tempfile.gettempdir()) / "vllm-agent-hint-engine-tests"
-    folder.mkdir(exist_ok=True)
+@cache
+def _model_folder() -> str:
+    """A folder of this process's own, with a config that the scheduler reads and no weights."""
+    folder = Path(tempfile.mkdtemp(prefix="vllm-agent-hint-engine-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -93,8 +98,12 @@ def _model_config() -> ModelConfig:
         "eos_token_id": STOP_TOKEN,
     }
     (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def _model_config() -> ModelConfig:
     return ModelConfig(
-        model=str(folder),
+        model=_model_folder(),
         skip_tokenizer_init=True,
         dtype="float16",
         seed=42,

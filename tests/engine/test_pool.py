@@ -55,8 +55,6 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.held: list[int] = []
         """Block ids in use, once for each user."""
-        self.hashed: dict[int, set[int]] = {}
-        """Contents that were given to a block which may still have them."""
 
     def both(self, name: str, *args: Any) -> Any:
         raise NotImplementedError
@@ -67,6 +65,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(0, NUM_BLOCKS + 1))
     def get_new_blocks(self, n: int) -> None:
+        self._get_new_blocks(n)
+
+    def _get_new_blocks(self, n: int) -> None:
         given = self.both("get_new_blocks", n)
         if isinstance(given, list):
             self.held += given
@@ -292,6 +293,22 @@ class HintedPoolMachine(PoolMachine):
 
     # -- marking ---------------------------------------------------------------------------------
 
+    @precondition(lambda self: len(self.naive.queue.order) >= 3)
+    @rule(n=st.integers(1, 3), number=st.integers(0, 3), deadline=DEADLINES)
+    def a_context_is_cached_marked_and_freed(
+        self, n: int, number: int, deadline: float | None
+    ) -> None:
+        given = self.both("get_new_blocks", n)
+        for k, block_id in enumerate(given):
+            self.both("cache", block_id, number + k)
+            self._mark(block_id, None, 1, deadline)
+        self.both("free_blocks", given[::-1])
+
+    @precondition(lambda self: self.pool.num_retained_blocks)
+    @rule()
+    def get_every_free_block(self) -> None:
+        self._get_new_blocks(self.pool.get_num_free_blocks())
+
     @rule(
         block_id=st.integers(0, NUM_BLOCKS - 1),
         number=st.none() | CONTENTS,
@@ -301,6 +318,9 @@ class HintedPoolMachine(PoolMachine):
     def update_block_meta(
         self, block_id: int, number: int | None, delta: int, deadline: float | None
     ) -> None:
+        self._mark(block_id, number, delta, deadline)
+
+    def _mark(self, block_id: int, number: int | None, delta: int, deadline: float | None) -> None:
         """``number`` None takes the block as it is, without a check of its hash."""
         own = self.naive.hashes[block_id][:1]
         expected = content(number) if number is not None else (own[0] if own else None)

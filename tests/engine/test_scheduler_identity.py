@@ -84,7 +84,7 @@ def observed(engine: Engine) -> Any:
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     stream=st.lists(operations, min_size=4, max_size=30),
     num_blocks=st.sampled_from([20, 28, 40, 64]),

@@ -49,7 +49,7 @@ def _outlives_sam(
         try:
             hook(self, *args, **kwargs)
         except Exception:
-            self._drop_sam(hook.__name__)
+            self.drop_sessions(hook.__name__)
 
     return guarded
 
@@ -88,6 +88,8 @@ class AgentSchedulerMixin:
         manager = self.kv_cache_manager
         self.agent_hint_reason = _why_not(manager)
         if self.agent_hint_reason:
+            if isinstance(manager.block_pool, AgentBlockPool):
+                manager.block_pool.stand_down()
             return
         settings = load_settings()
         self._sam = SessionAwareManager(
@@ -98,6 +100,7 @@ class AgentSchedulerMixin:
             release_policy(settings),
         )
         manager.on_served = self._request_served
+        manager.on_fault = self.drop_sessions
         manager.tracked = self._tracked
         manager.block_pool.observer = self
 
@@ -158,12 +161,17 @@ class AgentSchedulerMixin:
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """As stock, with our part in the field that ``statistics`` has added."""
         stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
-        if stats is not None and self._sam is not None and hasattr(stats, FIELD):
-            has_sessions = bool(self._sam.sessions)
-            if has_sessions or self._had_sessions:
-                setattr(stats, FIELD, self.agent_hint_statistics())
-            self._had_sessions = has_sessions
+        if stats is not None and hasattr(stats, FIELD):
+            self._report(stats)
         return stats
+
+    @_outlives_sam
+    def _report(self, stats: Any) -> None:
+        assert self._sam is not None
+        has_sessions = bool(self._sam.sessions)
+        if has_sessions or self._had_sessions:
+            setattr(stats, FIELD, self.agent_hint_statistics())
+        self._had_sessions = has_sessions
 
     @_outlives_sam
     def _track(self, request: Any, hint: Any) -> None:
@@ -266,7 +274,7 @@ class AgentSchedulerMixin:
             return None
         return take_statistics(self._sam, self.kv_cache_manager.block_pool)
 
-    def _drop_sam(self, where: str) -> None:
+    def drop_sessions(self, where: str) -> None:
         """Go on without sessions: no block is marked, the free queue is plain LRU."""
         logger.exception(
             "vllm-agent-hint: %s failed; sessions are dropped and vLLM goes on with plain LRU",

@@ -31,10 +31,15 @@ def agent_hint_rpc(engine_core: Any, payload: dict[str, Any]) -> dict[str, Any]:
         ]
         return _answer(active=False, reason=reason, results=unsupported, stats=None)
     results: list[EditResult] = []
-    if payload.get("op") == "edit":
-        key = SessionKey("", payload.get("cache_salt"), payload["session_id"])
-        results = sam.apply_edits(key, edits, time.monotonic())
-    return _answer(active=True, reason="", results=results, stats=scheduler.agent_hint_statistics())
+    key = SessionKey("", payload.get("cache_salt"), payload.get("session_id", ""))
+    try:
+        if payload.get("op") == "edit":
+            results = sam.apply_edits(key, edits, time.monotonic())
+        stats = scheduler.agent_hint_statistics()
+    except Exception:
+        scheduler.drop_sessions("a management call")
+        return agent_hint_rpc(engine_core, payload)
+    return _answer(active=True, reason="", results=results, stats=stats)
 
 
 def _answer(

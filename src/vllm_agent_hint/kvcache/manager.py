@@ -56,6 +56,8 @@ class KVCacheManagerMixin:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.on_served: Callable[[Any, Sequence[Sequence[KVCacheBlock]]], None] | None = None
         """Called with a request and the cached blocks that it was served from."""
+        self.on_fault: Callable[[str], object] | None = None
+        """Called, from an ``except``, with what has failed in the session core."""
         self.tracked: dict[str, TrackedRequest] = {}
         """Hinted requests by request id; the scheduler keeps it."""
         with rebound([kv_cache_coordinator], "BlockPool", lambda _: AgentBlockPool):
@@ -242,7 +244,12 @@ class KVCacheManagerMixin:
             missing = {i: block for i, block in freed.items() if i not in blocks}
             self.block_pool.touch(list(missing.values()))
             held.append(dict(sorted({**missing, **blocks}.items())))
-        order = eviction_order(self.group_layouts(), [list(blocks) for blocks in held])
+        try:
+            order = eviction_order(self.group_layouts(), [list(blocks) for blocks in held])
+        except Exception:
+            if self.on_fault is not None:
+                self.on_fault("ordering a request's blocks")
+            order = [(g, k) for g, blocks in enumerate(held) for k in reversed(range(len(blocks)))]
         tables = [list(blocks.values()) for blocks in held]
         return [tables[group][k] for group, k in order]
 

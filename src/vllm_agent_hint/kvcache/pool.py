@@ -174,6 +174,10 @@ class AgentBlockPool(BlockPool):
         self.num_blocks_in.clear()
         self.free_block_queue.fold()
 
+    def stand_down(self) -> None:
+        """Be stock's pool again: the scheduler has built something that ours can't work with."""
+        self.__class__ = BlockPool
+
     # -- where stock's content goes away -----------------------------------------------------------
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
