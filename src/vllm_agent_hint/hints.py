@@ -19,6 +19,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+HINT_KEY: Final = "agent_hint"
+"""Where a hint stands in a request body and in ``SamplingParams.extra_args``."""
+
+OPERATION_KEY: Final = "agent_hint_operation"
+"""Where the front end stamps the edits of a request, in ``SamplingParams.extra_args``."""
+
 MAX_TTL_SECONDS: Final = 3600.0
 MAX_ID_LENGTH: Final = 256
 MAX_EDITS: Final = 16

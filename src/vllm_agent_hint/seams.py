@@ -328,6 +328,12 @@ _SIGNATURES: Final = (
     ("vllm.v1.core.sched.scheduler", "Scheduler", "_free_request", ("request",)),
     ("vllm.v1.core.sched.scheduler", "Scheduler", "_free_blocks", ("request",)),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager", "get_computed_blocks", ("request",)),
+    (
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager",
+        "get_computed_blocks_for_connector",
+        ("request",),
+    ),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager", "free", ("request",)),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager", "pop_blocks_for_free", ("request",)),
     ("vllm.v1.core.block_pool", "BlockPool", "get_new_blocks", ("num_blocks",)),

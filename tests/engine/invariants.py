@@ -10,8 +10,8 @@ from vllm_agent_hint.sessions.lineage import LOST, Chain, Lineage
 
 def check_invariants(scheduler: Any) -> None:
     """Invariants 2, 3, 5 and 7, and that no fault inside the session core was swallowed."""
-    assert scheduler.agent_hint_sam is not None, scheduler.agent_hint_reason
-    assert scheduler.agent_hint_reason == ""
+    assert scheduler.agent_hint.sam is not None, scheduler.agent_hint.reason
+    assert scheduler.agent_hint.reason == ""
     check_queue(scheduler.kv_cache_manager.block_pool)
     check_zones(scheduler.kv_cache_manager.block_pool)
     check_records(scheduler)
@@ -55,7 +55,7 @@ def check_zones(pool: Any) -> None:
 
 def check_records(scheduler: Any) -> None:
     """Index, chains and counts tell the same story, and every record is of content still there."""
-    sam = scheduler.agent_hint_sam
+    sam = scheduler.agent_hint.sam
     pool = scheduler.kv_cache_manager.block_pool
     held = Counter[int]()
     owners: dict[int, set[Chain]] = {}
@@ -84,7 +84,7 @@ def check_records(scheduler: Any) -> None:
 
 def check_protections(scheduler: Any) -> None:
     """A block carries the latest deadline of its owners; it never rises along a chain."""
-    sam = scheduler.agent_hint_sam
+    sam = scheduler.agent_hint.sam
     blocks = scheduler.kv_cache_manager.block_pool.blocks
     for lineage in lineages(sam):
         deadlines = [lease.deadline for lease in lineage.leases]
@@ -111,7 +111,7 @@ def check_protections(scheduler: Any) -> None:
 
 def check_nothing_left(scheduler: Any) -> None:
     """Invariant 4: every session has been freed, and nothing is alive."""
-    sam = scheduler.agent_hint_sam
+    sam = scheduler.agent_hint.sam
     pool = scheduler.kv_cache_manager.block_pool
     assert not any(b._session_ref_cnt or b._ttl_expire_at for b in pool.blocks)
     assert sam.sessions == {}
@@ -120,8 +120,8 @@ def check_nothing_left(scheduler: Any) -> None:
     assert len(sam._claims) == len(sam._idle) == 0
     assert sam.ledger.index.num_records == 0
     assert not any(sam.ledger.index.owners(b.block_id) for b in pool.blocks)
-    assert scheduler._tracked == {}
-    assert scheduler._operations._open == {}
+    assert scheduler.agent_hint.tracked == {}
+    assert scheduler.agent_hint.operations._open == {}
     assert pool.num_retained_blocks == 0
     assert not pool.free_block_queue.has_sessions
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1

@@ -39,7 +39,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_agent_hint.engine import scheduler as engine_scheduler
+from vllm_agent_hint.engine import hooks as engine_hooks
 from vllm_agent_hint.engine import utility as engine_utility
 from vllm_agent_hint.engine.scheduler import agent_scheduler
 from vllm_agent_hint.engine.utility import agent_hint_rpc
@@ -160,8 +160,8 @@ def make_scheduler(
     cache_config.num_gpu_blocks = num_blocks
     groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
     init_none_hash(sha256)
-    settings = settings or engine_scheduler.load_settings()
-    with patch.object(engine_scheduler, "load_settings", lambda: settings):
+    settings = settings or engine_hooks.load_settings()
+    with patch.object(engine_hooks, "load_settings", lambda: settings):
         return scheduler_cls(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(
@@ -227,7 +227,7 @@ class Clock:
         self.now = 1000.0
         ours = SimpleNamespace(monotonic=lambda: self.now)
         self._patches = [
-            patch.object(engine_scheduler, "time", ours),
+            patch.object(engine_hooks, "time", ours),
             patch.object(engine_utility, "time", ours),
         ]
 
@@ -322,8 +322,8 @@ class Engine:
 
     @property
     def sam(self) -> Any:
-        assert self.scheduler.agent_hint_sam is not None, self.scheduler.agent_hint_reason
-        return self.scheduler.agent_hint_sam
+        assert self.scheduler.agent_hint.sam is not None, self.scheduler.agent_hint.reason
+        return self.scheduler.agent_hint.sam
 
     @property
     def pool(self) -> Any:

@@ -17,7 +17,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from tests.engine.conftest import Log
 from tests.engine.invariants import check_queue, check_zones
 from tests.engine.rig import KINDS, Clock, Engine, hinted, make_scheduler, prompt
-from vllm_agent_hint.engine import scheduler as engine_scheduler
+from vllm_agent_hint.engine import hooks as engine_hooks
 from vllm_agent_hint.engine.utility import agent_hint_rpc
 from vllm_agent_hint.kvcache import manager as our_manager
 from vllm_agent_hint.kvcache.block import Zone
@@ -125,8 +125,8 @@ def test_a_scheduler_that_builds_something_else_runs_as_without_us(
         Engine(make_scheduler(plugged=plugged, base=base, kind=kind, num_blocks=40))
         for plugged in (False, True)
     )
-    assert plugged.scheduler.agent_hint_sam is None
-    assert BUILDERS[base] in plugged.scheduler.agent_hint_reason
+    assert plugged.scheduler.agent_hint.sam is None
+    assert BUILDERS[base] in plugged.scheduler.agent_hint.reason
     [record] = log.records
     assert record.levelname == "WARNING"
     assert BUILDERS[base] in record.getMessage()
@@ -142,7 +142,7 @@ def test_attaching_that_fails_leaves_the_engine_running(
     monkeypatch.setattr(SessionAwareManager, "__init__", fails)
     engine = Engine(make_scheduler(plugged=True, num_blocks=40))
     stock = Engine(make_scheduler(plugged=False, num_blocks=40))
-    assert "planted" in engine.scheduler.agent_hint_reason
+    assert "planted" in engine.scheduler.agent_hint.reason
     assert hinted_traffic(engine) == hinted_traffic(stock)
     assert len(log.records) == 1
 
@@ -252,7 +252,7 @@ FAULTS: list[tuple[Any, str, Callable[[Engine], None]]] = [
     (AgentBlockPool, "update_blocks_meta", finish),
     (AgentBlockPool, "update_blocks_meta", reuse),
     (our_manager, "eviction_order", finish),
-    (engine_scheduler, "take_statistics", report),
+    (engine_hooks, "take_statistics", report),
 ]
 
 
@@ -287,8 +287,8 @@ def test_a_fault_in_mid_flight_leaves_a_running_engine_with_plain_lru(
     with monkeypatch.context() as planted:
         planted.setattr(owner, entry, fails)
         trigger(engine)
-    assert engine.scheduler.agent_hint_sam is None
-    assert "failed, see the log" in engine.scheduler.agent_hint_reason
+    assert engine.scheduler.agent_hint.sam is None
+    assert "failed, see the log" in engine.scheduler.agent_hint.reason
     [record] = log.records
     assert record.levelname == "ERROR"
     assert record.exc_info is not None
@@ -303,7 +303,7 @@ def test_a_fault_in_mid_flight_leaves_a_running_engine_with_plain_lru(
     assert len(log.records) == 1
     answer = agent_hint_rpc(SimpleNamespace(scheduler=engine.scheduler), {"op": "state"})
     assert answer["active"] is False
-    assert answer["reason"] == engine.scheduler.agent_hint_reason
+    assert answer["reason"] == engine.scheduler.agent_hint.reason
 
 
 def assert_plain_lru(engine: Engine) -> None:
@@ -329,7 +329,7 @@ def test_an_engine_that_has_dropped_its_sessions_goes_on_as_stock_would(
             planted.setattr(SessionAwareManager, "request_added", fails)
             engine.serve(prompt(1, 64), hint=hinted("a", 60.0))
         hinted_traffic(engine)
-    assert plugged.scheduler.agent_hint_sam is None
+    assert plugged.scheduler.agent_hint.sam is None
     assert stock.log == plugged.log
     assert stock.free_ids() == plugged.free_ids()
 
@@ -339,5 +339,5 @@ def test_with_several_engines_in_a_process_only_the_one_with_the_fault_drops_its
     with patch.object(first.sam, "request_added", fails):
         first.serve(prompt(1, 64), hint=hinted("a", 60.0))
         second.serve(prompt(1, 64), hint=hinted("a", 60.0))
-    assert first.scheduler.agent_hint_sam is None
+    assert first.scheduler.agent_hint.sam is None
     assert second.pool.num_blocks_in[Zone.TTL] == 4

@@ -114,5 +114,5 @@ def test_unhinted_requests_are_scheduled_as_by_stock_vllm(
     for operation in stream:
         assert operation(stock) == operation(plugged)
         assert observed(stock) == observed(plugged)
-    assert plugged.scheduler.agent_hint_reason == ""
+    assert plugged.scheduler.agent_hint.reason == ""
     assert plugged.sam.sessions == {}

@@ -297,7 +297,7 @@ class HintedScheduler(RuleBasedStateMachine):
 
     @rule()
     def statistics(self) -> None:
-        stats = self.engine.scheduler.agent_hint_statistics()
+        stats = self.engine.scheduler.agent_hint.statistics()
         assert sum(stats["blocks"].values()) == self.engine.pool.num_gpu_blocks - 1
         assert all(n >= 0 for n in stats["blocks"].values())
 

@@ -54,7 +54,7 @@ def test_a_lease_ends_when_its_ttl_has_passed(kind: str, clock: Clock) -> None:
     clock.advance(301.0)
     flood(engine)
     assert engine.serve(RESUMED) == 0
-    assert engine.scheduler.agent_hint_statistics()["expired"] == 1
+    assert engine.scheduler.agent_hint.statistics()["expired"] == 1
 
 
 def test_a_lease_holds_until_its_ttl_has_passed(clock: Clock) -> None:
@@ -74,7 +74,7 @@ def test_a_lease_that_is_due_gives_way_to_an_allocation_within_the_same_second(
     engine.serve(prompt(3, BLOCK))
     clock.advance(300.6)
     engine.serve(prompt(4, 10 * BLOCK))
-    stats = engine.scheduler.agent_hint_statistics()
+    stats = engine.scheduler.agent_hint.statistics()
     assert stats["expired"] == 1
     assert stats["pressure_overrides"] == {}
 
@@ -275,7 +275,7 @@ def test_the_edits_of_a_request_run_after_it_has_succeeded() -> None:
     engine.serve(CONTEXT, hint=hinted("agent", 300.0, "evict"))
     assert engine.pool.num_retained_blocks == 0
     assert engine.free_ids()[:20] == engine.cached_ids(CONTEXT)[::-1]
-    assert engine.scheduler.agent_hint_statistics()["edits"] == [["evict", "applied", 1]]
+    assert engine.scheduler.agent_hint.statistics()["edits"] == [["evict", "applied", 1]]
 
 
 def test_the_edits_of_an_aborted_request_are_rejected() -> None:
@@ -285,7 +285,7 @@ def test_the_edits_of_an_aborted_request_are_rejected() -> None:
     engine.step()
     engine.abort(request_id)
     assert engine.pool.num_blocks_in[Zone.TTL] >= 20
-    assert engine.scheduler.agent_hint_statistics()["edits"] == [["evict", "rejected", 1]]
+    assert engine.scheduler.agent_hint.statistics()["edits"] == [["evict", "rejected", 1]]
 
 
 def test_an_aborted_request_ends_no_part_of_the_recorded_context() -> None:
@@ -324,7 +324,7 @@ def test_siblings_reject_their_edits_if_one_of_them_was_aborted() -> None:
     first, _ = (engine.add(CONTEXT, hint=hint, extra_args=stamp) for _ in range(2))
     engine.abort(first)
     engine.run()
-    assert engine.scheduler.agent_hint_statistics()["edits"] == [["evict", "rejected", 1]]
+    assert engine.scheduler.agent_hint.statistics()["edits"] == [["evict", "rejected", 1]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -356,7 +356,7 @@ def test_a_preempted_request_holds_what_it_had_computed_until_it_ends() -> None:
     engine = make_engine(num_blocks=18)
     request_id = preempt_one(engine)
     request = engine.scheduler.requests[request_id]
-    live = engine.scheduler._tracked[request_id].live
+    live = engine.scheduler.agent_hint.tracked[request_id].live
     assert live.held is not None
     held = [b for b in live.held.chains[0].block_ids if b >= 0]
     assert len(held) >= len(request.block_hashes) - 2
@@ -370,7 +370,7 @@ def test_a_preempted_request_finds_more_of_its_blocks_again_than_in_stock_vllm()
     """A newcomer takes blocks while the preempted one waits: strangers' blocks, if there are."""
     engine = make_engine(num_blocks=18)
     request_id = preempt_one(engine)
-    live = engine.scheduler._tracked[request_id].live
+    live = engine.scheduler.agent_hint.tracked[request_id].live
     held = {b for b in live.held.chains[0].block_ids if b >= 0}
     line = engine.free_ids()
     first_held = min(line.index(b) for b in held if b in line)
@@ -380,9 +380,9 @@ def test_a_preempted_request_finds_more_of_its_blocks_again_than_in_stock_vllm()
 def test_a_preempted_request_is_protected_when_its_session_has_moved_on(clock: Clock) -> None:
     engine = make_engine(num_blocks=18)
     request_id = preempt_one(engine)
-    live = engine.scheduler._tracked[request_id].live
+    live = engine.scheduler.agent_hint.tracked[request_id].live
     clock.advance(1000.0)
-    engine.scheduler._tick(clock.now)
+    engine.scheduler.agent_hint.tick(clock.now)
     held = [b for b in live.held.chains[0].block_ids if b >= 0]
     assert held
     assert all(engine.pool.blocks[b].zone is Zone.TTL for b in held)
@@ -511,7 +511,7 @@ def test_a_protection_beyond_the_share_is_clipped_from_its_tail_and_the_request_
     engine = make_engine(num_blocks=41, settings=Settings(protected_share=0.25))
     engine.serve(CONTEXT, hint=hinted("agent", 300.0))
     assert sorted(engine.zone_ids(Zone.TTL)) == sorted(engine.cached_ids(CONTEXT)[:10])
-    assert engine.scheduler.agent_hint_statistics()["clipped"] == {"protected_share": 10}
+    assert engine.scheduler.agent_hint.statistics()["clipped"] == {"protected_share": 10}
     flood(engine)
     assert engine.serve(RESUMED) == 10 * BLOCK
 
@@ -538,7 +538,7 @@ def test_an_allocation_succeeds_when_everything_is_protected() -> None:
     engine.serve(prompt(1, 318), hint=hinted("agent", 300.0))
     assert engine.pool.num_blocks_in[Zone.TTL] == 19
     assert engine.serve(prompt(2, 160)) == 0
-    overrides = engine.scheduler.agent_hint_statistics()["pressure_overrides"]
+    overrides = engine.scheduler.agent_hint.statistics()["pressure_overrides"]
     assert overrides == {"ttl": 10}
     check_invariants(engine.scheduler)
 
@@ -556,7 +556,7 @@ def test_associated_blocks_go_before_protected_ones() -> None:
     engine.serve(prompt(1, 160), hint=hinted("protected", 300.0))
     engine.serve(prompt(2, 320), hint=hinted("associated", 0.0))
     engine.serve(prompt(3, 20 * BLOCK - 4))
-    overrides = engine.scheduler.agent_hint_statistics()["pressure_overrides"]
+    overrides = engine.scheduler.agent_hint.statistics()["pressure_overrides"]
     assert set(overrides) == {"session"}
     assert None not in engine.cached_ids(prompt(1, 160))
 
@@ -567,7 +567,7 @@ def test_no_session_is_made_when_all_of_them_are_alive_and_the_request_runs() ->
     engine.add(prompt(2, 40), hint=hinted("second", 300.0), max_tokens=5)
     engine.run()
     assert [key.session_id for key in engine.sam.sessions] == ["first"]
-    assert engine.scheduler.agent_hint_statistics()["clipped"] == {"max_sessions": 1}
+    assert engine.scheduler.agent_hint.statistics()["clipped"] == {"max_sessions": 1}
 
 
 def test_equal_ids_under_other_salts_are_other_sessions() -> None:
@@ -624,5 +624,5 @@ def test_a_hint_may_be_a_json_string() -> None:
 def test_with_prefix_caching_off_hints_have_no_effect_and_the_reason_is_said() -> None:
     engine = make_engine(enable_caching=False)
     assert engine.serve(CONTEXT, hint=hinted("agent", 300.0)) == 0
-    assert engine.scheduler.agent_hint_sam is None
-    assert engine.scheduler.agent_hint_reason == "prefix caching is off"
+    assert engine.scheduler.agent_hint.sam is None
+    assert engine.scheduler.agent_hint.reason == "prefix caching is off"

@@ -9,10 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plain_engine import DENSE, HYBRID, PAGE, PlainEngine
+from tests.unit.plain_port import content_hash
 from tests.unit.session_invariants import check_invariants, check_nothing_left
 from vllm_agent_hint.hints import EditStatus, EditType
 from vllm_agent_hint.sessions.intent import Protection, SessionIntent, SessionKey
-from vllm_agent_hint.sessions.lineage import DIGEST_BYTES, LOST, GroupLayout, eviction_order
+from vllm_agent_hint.sessions.lineage import (
+    DIGEST_BYTES,
+    LOST,
+    GroupLayout,
+    RecordedPrefix,
+    compare,
+    eviction_order,
+)
 from vllm_agent_hint.settings import Settings
 
 A = SessionKey("", None, "a")
@@ -237,6 +245,27 @@ def test_a_lost_block_that_is_computed_again_is_recorded_again(engine: PlainEngi
     assert engine.blocks_of(A)[1] == LOST
     engine.turn(A, "xyz")
     assert engine.counts_of(engine.blocks_of(A)) == [1, 1, 1]
+
+
+def test_a_failed_request_may_bring_back_a_checkpoint_that_was_lost() -> None:
+    engine = PlainEngine(HYBRID)
+    engine.turn(A, "xy", ttl=60.0)
+    lost, kept = engine.blocks_of(A, group=1)
+    engine.port.lose(lost)
+    engine.turn(A, "xy", succeeds=False)
+    assert LOST not in engine.blocks_of(A, group=1)
+    assert len(engine.blocks_of(A, group=1)) == 2
+    assert kept in engine.blocks_of(A, group=1)
+
+
+def test_a_block_of_the_same_number_with_other_content_is_another_record() -> None:
+    engine = PlainEngine()
+    engine.turn(A, "xyz")
+    (chain,) = engine.sam.sessions[A].lineage.chains
+    hashes = [*chain.hashes[:2], content_hash(0, "xyw")]
+    diff = compare(chain, RecordedPrefix(list(chain.block_ids), hashes))
+    assert (list(diff.kept), list(diff.dropped), list(diff.added)) == ([0, 1], [2], [2])
+    assert diff.diverged
 
 
 def test_of_equal_copies_the_one_that_a_match_returns_is_protected(engine: PlainEngine) -> None:

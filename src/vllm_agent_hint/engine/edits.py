@@ -1,10 +1,8 @@
 """When the edits of an ordinary request may run: after the last of its engine requests."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-OPERATION_KEY: Final = "agent_hint_operation"
 MAX_OPEN_OPERATIONS: Final = 10_000
 
 
@@ -19,9 +17,14 @@ class EditOperations:
 
     Their edits run once, after the last has ended, and only if all have succeeded. A request
     without an operation is one by itself.
+
+    Args:
+        counts_siblings: False where they may run on other engines: each is then one by itself,
+            and the last of them to end leaves what the edits say.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_siblings: bool = True) -> None:
+        self._counts_siblings = counts_siblings
         self._open: dict[str, _Operation] = {}
 
     def request_ended(self, operation: Any, *, succeeded: bool) -> bool | None:
@@ -34,7 +37,7 @@ class EditOperations:
         Returns:
             Whether all have succeeded, if this was the last; None if others are still out.
         """
-        if not _is_stamp(operation):
+        if not self._counts_siblings or not _is_stamp(operation):
             return succeeded
         key, total = operation["id"], operation["requests"]
         entry = self._open.setdefault(key, _Operation(total))
@@ -54,8 +57,3 @@ def _is_stamp(operation: Any) -> bool:
         and isinstance(operation.get("id"), str)
         and isinstance(operation.get("requests"), int)
     )
-
-
-def as_payload(results: Sequence[Any]) -> list[dict[str, Any]]:
-    """Edit results as plain data for msgpack."""
-    return [result.model_dump(mode="json") for result in results]

@@ -4,7 +4,6 @@ import time
 from typing import Any
 
 from vllm_agent_hint import seams
-from vllm_agent_hint.engine.edits import as_payload
 from vllm_agent_hint.hints import EditResult, EditStatus, EditType
 from vllm_agent_hint.sessions.intent import SessionKey
 
@@ -14,18 +13,16 @@ def agent_hint_rpc(engine_core: Any, payload: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         engine_core: vLLM's ``EngineCore``, of which this is a method.
-        payload: ``{"op": "edit", "session_id", "cache_salt", "edits", "operation_id"}`` or
-            ``{"op": "state"}``.
+        payload: ``{"op": "edit", "session_id", "cache_salt", "edits"}`` or ``{"op": "state"}``.
 
     Returns:
         ``{"active", "reason", "results", "stats"}``; plain data. Never raises for what a client
         can send.
     """
-    scheduler = engine_core.scheduler
-    sam = getattr(scheduler, "agent_hint_sam", None)
+    hooks = getattr(engine_core.scheduler, "agent_hint", None)
     edits = [EditType(edit["type"]) for edit in payload.get("edits", ())]
-    if sam is None:
-        reason = getattr(scheduler, "agent_hint_reason", "") or seams.why_inactive
+    if hooks is None or hooks.sam is None:
+        reason = hooks.reason if hooks is not None else seams.why_inactive
         unsupported = [
             EditResult(type=e, status=EditStatus.UNSUPPORTED, reason=reason) for e in edits
         ]
@@ -34,10 +31,10 @@ def agent_hint_rpc(engine_core: Any, payload: dict[str, Any]) -> dict[str, Any]:
     key = SessionKey("", payload.get("cache_salt"), payload.get("session_id", ""))
     try:
         if payload.get("op") == "edit":
-            results = sam.apply_edits(key, edits, time.monotonic())
-        stats = scheduler.agent_hint_statistics()
+            results = hooks.sam.apply_edits(key, edits, time.monotonic())
+        stats = hooks.statistics()
     except Exception:
-        scheduler.drop_sessions("a management call")
+        hooks.drop_sessions("a management call")
         return agent_hint_rpc(engine_core, payload)
     return _answer(active=True, reason="", results=results, stats=stats)
 
@@ -45,4 +42,6 @@ def agent_hint_rpc(engine_core: Any, payload: dict[str, Any]) -> dict[str, Any]:
 def _answer(
     *, active: bool, reason: str, results: list[EditResult], stats: dict[str, Any] | None
 ) -> dict[str, Any]:
-    return {"active": active, "reason": reason, "results": as_payload(results), "stats": stats}
+    """As plain data for msgpack."""
+    plain = [result.model_dump(mode="json") for result in results]
+    return {"active": active, "reason": reason, "results": plain, "stats": stats}

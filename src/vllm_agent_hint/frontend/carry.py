@@ -20,10 +20,13 @@ from typing import Any, Final
 from vllm.exceptions import VLLMValidationError
 
 from vllm_agent_hint.frontend.fail_open import name_once
-from vllm_agent_hint.hints import AgentHintParams, HintError, parse_agent_hint
-
-HINT_KEY: Final = "agent_hint"
-OPERATION_KEY: Final = "agent_hint_operation"
+from vllm_agent_hint.hints import (
+    HINT_KEY,
+    OPERATION_KEY,
+    AgentHintParams,
+    HintError,
+    parse_agent_hint,
+)
 
 _MANAGE_FIELD: Final = f"{HINT_KEY}.context_management.manage_request"
 _MANAGE_CURE: Final = (

@@ -1,7 +1,6 @@
 """vLLM's KV cache manager, which knows which requests are hinted and what they leave behind."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import new_class
@@ -16,6 +15,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 )
 
 from vllm_agent_hint.kvcache.pool import AgentBlockPool
+from vllm_agent_hint.kvcache.rebinding import rebound
 from vllm_agent_hint.sessions.blockmeta import BlockMetaUpdateResult
 from vllm_agent_hint.sessions.lineage import GroupLayout, RecordedPrefix, eviction_order
 from vllm_agent_hint.sessions.manager import SessionAwareManager
@@ -28,6 +28,7 @@ class TrackedRequest:
 
     Args:
         live: SAM's handle.
+        operation: The stamp of its edits, as the front end made it.
         num_hits: Logical blocks per KV cache group that it found cached, at the time when it
             found fewest: what it computed itself and found again after a preemption is its own.
         is_complete: The front end has all that it wanted of it, so that its abort is a success.
@@ -36,6 +37,7 @@ class TrackedRequest:
     """
 
     live: LiveRequest
+    operation: Any = None
     num_hits: dict[int, int] = field(default_factory=dict)
     is_complete: bool = False
     checkpoints: dict[int, dict[int, KVCacheBlock]] = field(default_factory=dict)
@@ -91,6 +93,13 @@ class KVCacheManagerMixin:
     def get_computed_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """As stock, once per attempt to schedule a request; then say what it was served from."""
         result = super().get_computed_blocks(request, *args, **kwargs)  # type: ignore[misc]
+        if self.on_served is not None:
+            self.on_served(request, result[0].blocks)
+        return result
+
+    def get_computed_blocks_for_connector(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """As stock: the look-up of hybrid models beside a connector doesn't pass the one above."""
+        result = super().get_computed_blocks_for_connector(request, *args, **kwargs)  # type: ignore[misc]
         if self.on_served is not None:
             self.on_served(request, result[0].blocks)
         return result
@@ -270,26 +279,3 @@ def _window_tokens(manager: Any) -> int:
 def agent_kv_cache_manager(base: type) -> type:
     """``base`` with the mixin laid over it."""
     return new_class("AgentHint" + base.__name__, (KVCacheManagerMixin, base))
-
-
-@contextmanager
-def rebound(modules: Iterable[Any], name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
-    """Give a global of some modules another value while something is built from it.
-
-    Stock names a class of its module's globals where we want a subclass. Scoped, so that the
-    pools and managers which vLLM builds elsewhere stay stock, and independent of the order in
-    which modules were imported.
-
-    Args:
-        modules: Those without such a global are passed over.
-        name: The global.
-        replacement: Makes the new value from the old one.
-    """
-    found = [(module, vars(module)[name]) for module in modules if name in vars(module)]
-    try:
-        for module, value in found:
-            setattr(module, name, replacement(value))
-        yield
-    finally:
-        for module, value in found:
-            setattr(module, name, value)

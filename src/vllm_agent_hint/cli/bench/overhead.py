@@ -307,7 +307,7 @@ class _HintedTurn(_StockTurn):
         return agent_scheduler(Scheduler)
 
     def _prepare(self) -> None:
-        self._sam = self.scheduler.agent_hint_sam
+        self._sam = self.scheduler.agent_hint.sam
         self._intent = SessionIntent(SessionKey("", None, "agent"), None, (Protection(TTL),))
         for number in range(OTHER_SESSIONS):
             prompt = [self._rng.randrange(1_000) for _ in range(BLOCKS_PER_SESSION * BLOCK_SIZE)]
@@ -348,12 +348,12 @@ def idle_tick_us() -> float:
     )
     pool = scheduler.kv_cache_manager.block_pool
     _fill(pool, _fresh_hashes())
-    scheduler._sam = _record_sessions(pool, LIVE_SESSIONS)
+    scheduler.agent_hint.sam = _record_sessions(pool, LIVE_SESSIONS)
     rounds, calls = 50, 2_000
 
     def ticks() -> None:
         for _ in range(calls):
-            scheduler._expire_due()
+            scheduler.agent_hint.expire_due()
 
     def empty_loop() -> None:
         for _ in range(calls):

@@ -1,0 +1,286 @@
+"""What the scheduler tells the session core, and what happens when the core fails."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, Final, ParamSpec
+
+from vllm.v1.request import RequestStatus
+
+from vllm_agent_hint.engine.edits import EditOperations
+from vllm_agent_hint.engine.scheduler_stats import FIELD
+from vllm_agent_hint.engine.statistics import take_statistics
+from vllm_agent_hint.hints import HINT_KEY, OPERATION_KEY, HintError, parse_agent_hint
+from vllm_agent_hint.hookspecs import release_policy
+from vllm_agent_hint.kvcache.block import AgentKVCacheBlock
+from vllm_agent_hint.kvcache.manager import KVCacheManagerMixin, TrackedRequest
+from vllm_agent_hint.kvcache.pool import AgentBlockPool
+from vllm_agent_hint.kvcache.queue import AgentFreeKVCacheBlockQueue
+from vllm_agent_hint.sessions.intent import SessionIntent
+from vllm_agent_hint.sessions.manager import SessionAwareManager
+from vllm_agent_hint.settings import load_settings
+
+logger = logging.getLogger("vllm.agent_hint")
+
+_SUCCESSES: Final = {
+    getattr(RequestStatus, name)
+    for name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
+    if hasattr(RequestStatus, name)
+}
+
+P = ParamSpec("P")
+
+
+def _outlives_sam(
+    hook: Callable[Concatenate["EngineHooks", P], None],
+) -> Callable[Concatenate["EngineHooks", P], None]:
+    """Let no fault of the session core reach vLLM: drop it and go on as plain LRU."""
+
+    @wraps(hook)
+    def guarded(self: "EngineHooks", /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.sam is None:
+            return
+        try:
+            hook(self, *args, **kwargs)
+        except Exception:
+            self.drop_sessions(hook.__name__)
+
+    return guarded
+
+
+class EngineHooks:
+    """Between one scheduler and one SAM. Also the observer of the scheduler's block pool.
+
+    Args:
+        manager: The KV cache manager that the scheduler has built.
+        num_engines: Data-parallel engines; the children of one request spread over them.
+    """
+
+    def __init__(self, manager: Any, *, num_engines: int = 1) -> None:
+        self.manager = manager
+        self.sam: SessionAwareManager | None = None
+        self.reason = ""
+        """Why hints have no effect; empty if they have."""
+        self.tracked: dict[str, TrackedRequest] = {}
+        """Hinted requests by request id, until their blocks are freed."""
+        self.operations = EditOperations(counts_siblings=num_engines == 1)
+        self._has_news = True
+        """Whether the next statistics report can differ from the last."""
+        try:
+            self._attach()
+        except Exception as error:
+            self.sam = None
+            self.reason = f"attaching to the scheduler failed: {error!r}"
+        if self.reason:
+            logger.warning("vllm-agent-hint: inactive (%s)", self.reason)
+
+    def _attach(self) -> None:
+        """Check what vLLM has built (the third ring of failing open), then start SAM."""
+        manager = self.manager
+        self.reason = _why_not(manager)
+        if self.reason:
+            pool = getattr(manager, "block_pool", None)
+            if isinstance(pool, AgentBlockPool):
+                pool.stand_down()
+            return
+        settings = load_settings()
+        self.sam = SessionAwareManager(
+            manager.block_pool,
+            manager.group_layouts(),
+            settings,
+            time.monotonic(),
+            release_policy(settings),
+        )
+        manager.on_served = self.request_served
+        manager.on_fault = self.drop_sessions
+        manager.tracked = self.tracked
+        manager.block_pool.observer = self
+
+    # -- requests ------------------------------------------------------------------------------
+
+    @_outlives_sam
+    def request_added(self, request: Any) -> None:
+        """Read a new request's hint, once."""
+        assert self.sam is not None
+        params = request.sampling_params
+        if params is None or not params.extra_args:
+            return
+        hint = params.extra_args.get(HINT_KEY)
+        if hint is None:
+            return
+        try:
+            wanted = parse_agent_hint(hint)
+        except HintError as error:
+            # The front end refuses such a hint; this one came by a route that has none.
+            logger.warning("vllm-agent-hint: ignored a hint (%s)", error)
+            return
+        intent = SessionIntent.from_agent_hint(wanted, cache_salt=request.cache_salt)
+        if intent.is_empty:
+            return
+        operation = params.extra_args.get(OPERATION_KEY)
+        live = self.sam.request_added(intent)
+        if live is not None:
+            self.tracked[request.request_id] = TrackedRequest(live, operation)
+        elif intent.edits and self.operations.request_ended(operation, succeeded=False) is not None:
+            self.sam.reject_edits(intent.edits, "there is no room for another session")
+
+    def requests_complete(self, request_ids: list[str]) -> None:
+        """Note requests that the front end ends because they are complete.
+
+        A stop string is found by the front end, which then aborts the request here. It names such
+        a request twice (see ``frontend.stops``); stock takes the ids as a set.
+        """
+        for request_id, times in Counter(request_ids).items():
+            if times > 1:
+                self.request_complete(request_id)
+
+    def request_complete(self, request_id: str) -> None:
+        """However the request ends now, it has come to a regular end."""
+        if request_id in self.tracked:
+            self.tracked[request_id].is_complete = True
+
+    @_outlives_sam
+    def request_served(self, request: Any, groups: Sequence[Sequence[Any]]) -> None:
+        """A request was served from cached blocks."""
+        assert self.sam is not None
+        if self.sam.sessions:
+            self.manager.note_hits(self.sam, request, groups)
+
+    @_outlives_sam
+    def request_preempted(self, request: Any) -> None:
+        """A hinted request is about to lose its blocks."""
+        assert self.sam is not None
+        self.sam.request_preempted(
+            self.tracked[request.request_id].live,
+            self.manager.recorded_prefixes(request),
+            time.monotonic(),
+        )
+
+    @_outlives_sam
+    def request_ended(self, request: Any) -> None:
+        """A hinted request has ended and still holds its blocks."""
+        assert self.sam is not None
+        tracked = self.tracked[request.request_id]
+        self.sam.request_finished(
+            tracked.live,
+            self.manager.recorded_prefixes(request),
+            time.monotonic(),
+            succeeded=_has_succeeded(request, tracked),
+        )
+
+    @_outlives_sam
+    def run_edits(self, request: Any, tracked: TrackedRequest) -> None:
+        """A hinted request is over, its blocks freed or in the hands of a connector."""
+        assert self.sam is not None
+        intent = tracked.live.intent
+        if not intent.edits or intent.key is None:
+            return
+        all_succeeded = self.operations.request_ended(
+            tracked.operation, succeeded=_has_succeeded(request, tracked)
+        )
+        if all_succeeded:
+            self.sam.apply_edits(intent.key, intent.edits, time.monotonic())
+        elif all_succeeded is False:
+            self.sam.reject_edits(intent.edits, "the request did not succeed")
+
+    # -- time ----------------------------------------------------------------------------------
+
+    def expire_due(self) -> None:
+        """On the path of every step: reads the clock and compares."""
+        if self.sam is not None:
+            now = time.monotonic()
+            if now >= self.sam.next_tick_at:
+                self.tick(now)
+
+    @_outlives_sam
+    def tick(self, now: float) -> None:
+        """Expire what has fallen due."""
+        assert self.sam is not None
+        self.sam.tick(now)
+
+    # -- what the pool reports -------------------------------------------------------------------
+
+    @_outlives_sam
+    def blocks_reused(self, block_ids: Sequence[int]) -> None:
+        """See ``PoolObserver``."""
+        assert self.sam is not None
+        self.sam.ledger.blocks_reused(block_ids)
+
+    @_outlives_sam
+    def block_moved(self, old_id: int, new_id: int) -> None:
+        """See ``PoolObserver``."""
+        assert self.sam is not None
+        self.sam.ledger.block_moved(old_id, new_id)
+
+    @_outlives_sam
+    def pool_short(self, num_blocks: int) -> None:
+        """See ``PoolObserver``. The one other place where the clock is read."""
+        assert self.sam is not None
+        self.sam.release_due(time.monotonic(), num_blocks)
+
+    @_outlives_sam
+    def pool_reset(self) -> None:
+        """See ``PoolObserver``."""
+        assert self.sam is not None
+        self.sam.reset(time.monotonic())
+
+    # -- for the front end -----------------------------------------------------------------------
+
+    def report(self, stats: Any) -> None:
+        """Put our part into a ``SchedulerStats``, if it can differ from the last one.
+
+        The first report says that there are no sessions, and so does the last one after a fault.
+        """
+        if self._has_news and isinstance(getattr(self.manager, "block_pool", None), AgentBlockPool):
+            try:
+                setattr(stats, FIELD, self.statistics())
+            except Exception:
+                self.drop_sessions("report")
+                return
+        self._has_news = self.sam is not None and bool(self.sam.sessions)
+
+    def statistics(self) -> dict[str, Any]:
+        """See ``take_statistics``; each event is handed out once."""
+        return take_statistics(self.sam, self.manager.block_pool)
+
+    def drop_sessions(self, where: str) -> None:
+        """Go on without sessions: no block is marked, the free queue is plain LRU."""
+        logger.exception(
+            "vllm-agent-hint: %s failed; sessions are dropped and vLLM goes on with plain LRU",
+            where,
+        )
+        self.reason = f"{where} failed, see the log"
+        self.sam = None
+        self._has_news = True
+        self.tracked.clear()
+        self.manager.on_served = None
+        pool = self.manager.block_pool
+        pool.observer = None
+        pool.drop_all_meta()
+
+
+def _has_succeeded(request: Any, tracked: TrackedRequest) -> bool:
+    return tracked.is_complete or request.status in _SUCCESSES
+
+
+def _why_not(manager: Any) -> str:
+    """Why retention can't work with what the scheduler has built; empty if it can."""
+    if not isinstance(manager, KVCacheManagerMixin):
+        return f"the scheduler built its own KV cache manager, {type(manager).__name__}"
+    if getattr(manager.kv_cache_config, "hisparse_host_num_blocks", None) is not None:
+        return "HiSparse orders the free queue itself"
+    pool = manager.block_pool
+    if not isinstance(pool, AgentBlockPool):
+        return f"the coordinator built its own block pool, {type(pool).__name__}"
+    if not pool.enable_caching:
+        return "prefix caching is off"
+    queue = pool.free_block_queue
+    if type(queue) is not AgentFreeKVCacheBlockQueue:
+        return f"the pool has another free queue, {type(queue).__name__}"
+    if any(type(block) is not AgentKVCacheBlock for block in pool.blocks):
+        return "the pool holds blocks of another class"
+    if queue.num_free_blocks != len(pool.blocks) - 1:
+        return "the pool does not start with every block free"
+    return ""
