@@ -45,7 +45,7 @@ def in_a_new_process(script: str, **environment: str) -> tuple[dict[str, Any], s
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -67,6 +67,10 @@ class NaiveSession:
     def __post_init__(self) -> None:
         self.forget_context()
 
+    @property
+    def is_heir(self) -> bool:
+        return isinstance(self.key, tuple) and self.key[0] == "heir"
+
     def forget_context(self) -> None:
         self.context = Context(self, [{} for _ in range(self.num_groups)])
 
@@ -189,7 +193,8 @@ class NaiveSam:
         if asked and (succeeded or not session.protections):
             session.protections = asked
         wanted = session.protections if asked or self.renew else None
-        self._record(session.context, tables, num_hits, wanted, now, replaces=succeeded)
+        replaces = succeeded and not session.live
+        self._record(session.context, tables, num_hits, wanted, now, replaces=replaces)
         session.has_history = session.has_history and not succeeded
         self._rest(session, now)
 
@@ -203,7 +208,10 @@ class NaiveSam:
         *,
         replaces: bool,
     ) -> None:
-        if not replaces and self._contradicts(context, tables):
+        contradicts = self._contradicts(context, tables)
+        if replaces and not contradicts:
+            replaces = not self._falls_short(context, tables)
+        if not replaces and contradicts:
             tables = [{} for _ in tables]
         for group, table in enumerate(tables):
             old = context.records[group]
@@ -244,6 +252,14 @@ class NaiveSam:
             for group, (records, table) in enumerate(zip(context.records, tables, strict=True))
             for logical, block in table.items()
             if not self.layouts[group].is_checkpoint
+        )
+
+    def _falls_short(self, context: Context, tables: list[Blocks]) -> bool:
+        """Whether a request ends before the context does."""
+        return any(
+            len(table) < len(records)
+            for records, table, layout in zip(context.records, tables, self.layouts, strict=True)
+            if not layout.is_checkpoint
         )
 
     def _rest(self, session: NaiveSession, now: float) -> None:
@@ -345,13 +361,25 @@ class NaiveSam:
             if record.block in self.unclaimed_use and not self.is_exclusive(record)
         ]
         before = session.context
+        prolonged: set[NaiveSession] = set()
         session.forget_context()
         session.has_history = False
         for group, logical, record, (_, deadline) in wanted:
             assert record.block is not None
             others, others_deadline = self.marks(record.block)
-            if not others or others_deadline < deadline:
+            if others and others_deadline >= deadline:
+                continue
+            earlier = self._earlier_heir(before, record.block)
+            if earlier is not None:
+                prolonged.add(earlier)
+            else:
                 heir.context.records[group][logical] = replace(record, is_computed=False)
+        for earlier in prolonged:
+            (claim,) = before.claims
+            until = now + claim.ttl if session.live else claim.deadline
+            latest = max([until, *(c.deadline for c in earlier.context.claims)])
+            earlier.context.claims = [replace(claim, deadline=latest, armed_at=now)]
+            earlier.idle_until = None
         if any(heir.context.records):
             heir.context.claims = [
                 replace(c, deadline=now + c.ttl if session.live else c.deadline, armed_at=now)
@@ -361,6 +389,24 @@ class NaiveSam:
                 heir.idle_until = session.idle_until or now + self.idle_seconds
             self.sessions[heir.key] = heir
         self._rest(session, now)
+
+    def _earlier_heir(self, context: Context, block: int) -> NaiveSession | None:
+        """An heir that holds the block and can take over the one lease of a context."""
+        if [claim.end for claim in context.claims] != [None]:
+            return None
+        heirs = [
+            owner.session
+            for owner, _, _ in self.owners(block)
+            if owner.session.is_heir and [c.end for c in owner.claims] in ([], [None])
+        ]
+        return max(
+            heirs,
+            key=lambda heir: (
+                max((c.deadline for c in heir.context.claims), default=0.0),
+                heir.key,
+            ),
+            default=None,
+        )
 
     def free_session(self, key: Hashable) -> None:
         self._free(self.sessions[key])
@@ -374,3 +420,6 @@ class NaiveSam:
         for request in session.live:
             request.held = None
         del self.sessions[session.key]
+        if not self.sessions:  # Nobody is left whom others could be outside of.
+            self.outside_hits.clear()
+            self.unclaimed_use.clear()

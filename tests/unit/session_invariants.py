@@ -120,13 +120,13 @@ def check_wheels(sam: SessionAwareManager) -> None:
         for live in session.live:
             assert live.session is session
             assert live.held is None or not any(e.is_armed for e in live.held.leases)
-    assert len(sam._claims) + len(sam._idle) == armed
-    waits = len(sam._claims) + len(sam._idle) + len(sam._trimming)
+    assert len(sam._claims) + len(sam._unleased) + len(sam._idle) == armed
+    waits = len(sam._claims) + len(sam._unleased) + len(sam._idle) + len(sam._trimming)
     assert (sam.next_tick_at < float("inf")) == (waits > 0)
 
 
 def check_bounds(sam: SessionAwareManager, port: PlainPort, settings: Settings) -> None:
-    assert len(sam.sessions) <= settings.max_sessions
+    assert len(sam.sessions) - sam.num_heirs <= settings.max_sessions
     assert sam.ledger.index.num_records <= settings.max_records
     assert port.num_retained_blocks <= int(settings.protected_share * (port.num_gpu_blocks - 1))
     assert sam._history_size == sum(len(s.history) for s in sam.sessions.values())
@@ -141,6 +141,6 @@ def check_nothing_left(sam: SessionAwareManager, port: PlainPort) -> None:
     assert sam.ledger.index.num_records == 0
     assert not sam.ledger.index
     assert not any(sam.ledger.index.owners(i) for i in range(port.num_gpu_blocks))
-    assert len(sam._claims) == len(sam._idle) == 0
+    assert len(sam._claims) == len(sam._unleased) == len(sam._idle) == 0
     assert sam._history_size == sam.num_heirs == 0
     assert all(lineage.trim_to is None for lineage in sam._trimming)

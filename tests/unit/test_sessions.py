@@ -170,6 +170,14 @@ def test_protections_that_end_at_once_leave_no_deadline_on_a_shared_block(
     assert engine.deadlines_of(B) == [0.0, 0.0, 0.0]
 
 
+def test_a_protection_of_a_part_leaves_no_deadline_on_a_shared_block_behind_it(
+    engine: PlainEngine,
+) -> None:
+    engine.turn(B, "xyz")
+    engine.turn(A, "xyz", Protection(60.0, end_token=PAGE))
+    assert engine.deadlines_of(A) == [60.0, 0.0, 0.0]
+
+
 def test_a_block_that_a_protection_ends_inside_stays_with_it_in_every_group() -> None:
     engine = PlainEngine(HYBRID)
     engine.turn(A, "xyz", Protection(300.0, end_token=PAGE + 1), Protection(60.0))
@@ -524,16 +532,29 @@ def test_a_session_is_refused_when_all_others_have_a_live_request() -> None:
     assert engine.sam.counters.clipped == {"max_sessions": 1}
 
 
-def test_heirs_are_sessions_within_the_bound() -> None:
+def test_an_heir_takes_no_sessions_place() -> None:
     engine = PlainEngine(settings=Settings(max_sessions=2))
     engine.turn(B, "w", ttl=60.0)
     engine.turn(A, "xyz", ttl=60.0)
     engine.serve_outsider([2, 3, 4])
     engine.evict(A)
-    assert B not in engine.sam.sessions
     assert engine.sam.num_heirs == 1
-    assert len(engine.sam.sessions) == 2
-    assert engine.sam.counters.clipped == {"max_sessions": 1}
+    assert engine.counts_of(engine.blocks_of(B)) == [1]
+    engine.turn(C, "v", ttl=60.0)
+    assert engine.sam.num_heirs == 1
+    assert B not in engine.sam.sessions
+
+
+def test_an_heir_of_the_same_context_is_prolonged_and_not_doubled(engine: PlainEngine) -> None:
+    engine.turn(A, "xyz", ttl=60.0)
+    engine.serve_outsider([1, 2, 3])
+    engine.evict(A)
+    for _ in range(3):
+        engine.wait(10.0)
+        engine.turn(A, "xyz", ttl=60.0)
+        engine.evict(A)
+    assert engine.sam.num_heirs == 1
+    assert [engine.port.blocks[i].deadline - engine.now for i in (1, 2, 3)] == [60.0] * 3
 
 
 def test_records_beyond_the_bound_are_clipped_from_the_newcomers_tail() -> None:

@@ -130,12 +130,14 @@ class Ledger:
         for i in positions:
             self.index.add(chain, chain.block_ids[i], chain.logical_index(i))
         tail_first = positions[::-1]
-        self._mark(chain, tail_first, deadline, session_ref_delta=1)
+        self._mark(chain, tail_first, deadline, 0.0, session_ref_delta=1)
 
     def write_deadlines(self, lineage: Lineage) -> None:
         """Write the deadlines of a lineage's leases to its blocks."""
         if not lineage.leases and not lineage.latest_written:
             return
+        # New records carry the deadline of the first lease already, wherever it ends.
+        own_before = max(lineage.latest_written, lineage.deadline)
         lineage.latest_written = lineage.deadline
         for chain in lineage.chains:
             start = 0
@@ -150,12 +152,28 @@ class Ledger:
             spans.append((start, len(chain), 0.0))
             for first, last, deadline in reversed(spans):
                 if first < last:
-                    self._mark(chain, range(last - 1, first - 1, -1), deadline)
+                    self._mark(chain, range(last - 1, first - 1, -1), deadline, own_before)
 
     def _mark(
-        self, chain: Chain, positions: Sequence[int], deadline: float, *, session_ref_delta: int = 0
+        self,
+        chain: Chain,
+        positions: Sequence[int],
+        deadline: float,
+        own_before: float,
+        *,
+        session_ref_delta: int = 0,
     ) -> None:
-        """Give blocks of a chain a deadline, unless another owner gives them a later one."""
+        """Give blocks of a chain a deadline, unless another owner gives them a later one.
+
+        Args:
+            chain: Whose blocks.
+            positions: Which, tail first.
+            deadline: The chain's new one.
+            own_before: The latest that the chain may have given them so far. The other owners
+                are asked only where a shared block's deadline may have been that one and falls:
+                an ordinary turn of one session among a thousand asks nobody.
+            session_ref_delta: 1 for new records.
+        """
         if isinstance(positions, range):
             # Eight thousand blocks every turn: slices, not a loop.
             first, last = positions[-1], positions[0] + 1
@@ -174,7 +192,11 @@ class Ledger:
         if shared:
             deadlines = [deadline] * len(block_ids)
             for k in shared:
-                deadlines[k] = max(deadline, self.deadline_of_others(chain, block_ids[k]))
+                current = self.port.ttl_expire_at(block_ids[k])
+                if current > max(deadline, own_before):
+                    deadlines[k] = current
+                elif current > deadline:
+                    deadlines[k] = max(deadline, self.deadline_of_others(chain, block_ids[k]))
         done = self.port.update_blocks_meta(
             block_ids, hashes, session_ref_delta=session_ref_delta, ttl_expire_at=deadlines
         )
@@ -183,29 +205,13 @@ class Ledger:
     # -- ending --------------------------------------------------------------------------------
 
     def release_all(self, lineage: Lineage, *, placement: Placement = Placement.BACK) -> int:
-        """End every record of a lineage. Returns blocks that became ordinary and free."""
+        """End every record of a lineage; see ``release_tail``."""
         gained = self.release_tail(lineage, len(lineage), placement=placement)
         lineage.latest_written = 0.0
         lineage.trim_to = None
         for chain in lineage.chains:
             chain.logical = None
         return gained
-
-    def release_exclusive(self, lineage: Lineage, placement: Placement) -> None:
-        """End every record; what nobody else has use for goes where ``placement`` says."""
-        records = self._tail_first(lineage)
-        exclusive = [(c, i) for c, i in records if self.is_exclusive(c, i)]
-        others = [(c, i) for c, i in records if not self.is_exclusive(c, i)]
-        for part, entering in ((exclusive, placement), (others, Placement.BACK)):
-            self._release(
-                [c.block_ids[i] for c, i in part],
-                [c.hashes[i] for c, i in part],
-                [c for c, _ in part],
-                placement=entering,
-            )
-        for chain in lineage.chains:
-            chain.truncate(0)
-        self.release_all(lineage)
 
     def release_tail(
         self,
@@ -222,7 +228,8 @@ class Ledger:
             lineage: To shorten.
             num_records: At most this many, across its chains.
             floor_token: Records that begin before this token stay.
-            placement: Where a freed block enters.
+            placement: Where a freed block enters, if nobody else has use for it; others enter at
+                the back.
             history: Receives the hashes, tail first.
 
         Returns:
@@ -291,13 +298,18 @@ class Ledger:
         placement: Placement = Placement.BACK,
     ) -> int:
         """End records, in the order given. Returns blocks that became ordinary and free."""
+        exclusive: tuple[list[int], list[bytes]] = ([], [])
         alone: tuple[list[int], list[bytes]] = ([], [])
         shared: tuple[list[int], list[bytes]] = ([], [])
         deadlines: list[float] = []
         for block_id, block_hash, chain in zip(block_ids, hashes, chains, strict=True):
             if block_id == LOST:
                 continue
-            if self.index.discard(chain, block_id):
+            if placement is Placement.FRONT and self._is_exclusive_block(chain, block_id):
+                self.index.discard(chain, block_id)
+                exclusive[0].append(block_id)
+                exclusive[1].append(block_hash)
+            elif self.index.discard(chain, block_id):
                 shared[0].append(block_id)
                 shared[1].append(block_hash)
                 deadlines.append(self._deadline_without(chain, block_id))
@@ -305,10 +317,14 @@ class Ledger:
                 alone[0].append(block_id)
                 alone[1].append(block_hash)
         gained = 0
-        for (ids, expected), deadline in ((alone, 0.0), (shared, deadlines)):
+        for (ids, expected), deadline, entering in (
+            (exclusive, 0.0, placement),
+            (alone, 0.0, Placement.BACK),
+            (shared, deadlines, Placement.BACK),
+        ):
             if ids:
                 done = self.port.update_blocks_meta(
-                    ids, expected, session_ref_delta=-1, ttl_expire_at=deadline, placement=placement
+                    ids, expected, session_ref_delta=-1, ttl_expire_at=deadline, placement=entering
                 )
                 self._forget_refused(done)
                 gained += done.made_ordinary
@@ -353,6 +369,9 @@ class Ledger:
             and self.index.is_held_only_by(chain, block_id)
             and self._outside_hits.get(block_id) is not chain.hashes[position]
         )
+
+    def _is_exclusive_block(self, chain: Chain, block_id: int) -> bool:
+        return self.is_exclusive(chain, chain.position_of(self.index.logical_index(block_id)))
 
     def is_used_without_claim(self, chain: Chain, position: int) -> bool:
         """Whether somebody uses a block, or has computed it, who holds no claim on it."""
@@ -407,11 +426,15 @@ class Ledger:
             if old_id in marks:
                 marks[new_id] = marks.pop(old_id)
 
+    def forget_hits(self) -> None:
+        """Nobody holds anything any more, so nobody can be from outside."""
+        self._outside_hits.clear()
+        self._unclaimed_use.clear()
+
     def clear(self) -> None:
         """Forget every record, after a reset that has zeroed every scalar."""
         self.index.clear()
-        self._outside_hits.clear()
-        self._unclaimed_use.clear()
+        self.forget_hits()
 
     def _forget_refused(self, done: BulkMetaUpdate) -> None:
         """A block lost its content unseen: drop its records, so that counts stay true."""

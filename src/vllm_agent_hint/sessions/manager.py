@@ -74,7 +74,9 @@ class SessionAwareManager:
         self.next_tick_at = math.inf
         """When ``tick`` has something to do next. An attribute: every scheduling step reads it."""
         self._claims = TTLManager(now)
-        """Leases, and idle limits of sessions that hold records without a lease."""
+        """Leases."""
+        self._unleased = TTLManager(now)
+        """Idle limits of sessions that hold records without a lease."""
         self._idle = TTLManager(now)
         """Idle limits of sessions that hold no record."""
         self._trimming: deque[Lineage] = deque()
@@ -129,8 +131,8 @@ class SessionAwareManager:
             live: The handle from ``request_added``.
             prefixes: One per KV cache group; with empty lists if it never ran.
             now: Monotonic seconds.
-            succeeded: Whether it came to a regular end. Otherwise it may extend the recorded
-                context but never ends any of it.
+            succeeded: Whether it came to a regular end. Otherwise, or while other requests of the
+                session are alive, it may extend the recorded context but never ends any of it.
         """
         session = live.session
         session.live.discard(live)
@@ -140,7 +142,9 @@ class SessionAwareManager:
         if asked and (succeeded or not session.protections):
             session.protections = asked
         renewed = session.protections if asked or self._settings.renew else None
-        self._record(session.lineage, prefixes, renewed, now, replaces=succeeded)
+        self._record(
+            session.lineage, prefixes, renewed, now, replaces=succeeded and not session.live
+        )
         if live.held is not None:
             self._dissolve(live.held)
         if succeeded:
@@ -154,7 +158,8 @@ class SessionAwareManager:
 
     def tick(self, now: float) -> None:
         """Expire what has fallen due, a slice at a time. Call when ``next_tick_at`` has passed."""
-        self._expire_all([*self._claims.advance(now), *self._idle.advance(now)])
+        for wheel in (self._claims, self._unleased, self._idle):
+            self._expire_all(wheel.advance(now))
         self._trim(self._settings.release_slice)
         self._reschedule()
 
@@ -171,6 +176,7 @@ class SessionAwareManager:
             How many it got.
         """
         self._expire_all(self._claims.take_due(now))
+        self._expire_all(self._unleased.take_due(now))
         budget = 4 * num_blocks + 64
         gained = 0
         while self._trimming and gained < num_blocks and budget > 0:
@@ -183,6 +189,7 @@ class SessionAwareManager:
     def reset(self, now: float) -> None:
         """The prefix cache was emptied and every scalar is zero: only the sessions stay."""
         self._claims.clear()
+        self._unleased.clear()
         self._idle.clear()
         self._trimming.clear()
         self.ledger.clear()
@@ -221,7 +228,7 @@ class SessionAwareManager:
         session = self.sessions.get(key)
         if session is None:
             return False
-        self.ledger.release_exclusive(session.lineage, self._policy.evicted)
+        self.ledger.release_all(session.lineage, placement=self._policy.evicted)
         self._free(session)
         self._reschedule()
         return True
@@ -257,7 +264,7 @@ class SessionAwareManager:
         resident = [sum(b != LOST for b in chain.block_ids) for chain in lineage.chains]
         had_expired = bool(session.history)
         spared = self._bequeath(session, now)
-        self.ledger.release_exclusive(lineage, self._policy.evicted)
+        self.ledger.release_all(lineage, placement=self._policy.evicted)
         self._end_leases(lineage)
         self._drop_history(session)
         if not session.live:
@@ -302,12 +309,44 @@ class SessionAwareManager:
                     chain, position
                 ) and not self._others_protect_as_well(chain, block_id):
                     wanted.append((chain, position))
-        if wanted and self._make_room(besides=session):
-            heir = Session(next(self._serial), len(self._layouts), is_heir=True)
-            for chain, position in wanted:
+        heir = Session(next(self._serial), len(self._layouts), is_heir=True)
+        prolonged: set[Session] = set()
+        for chain, position in wanted:
+            earlier = self._earlier_heir(session, chain.block_ids[position])
+            if earlier is not None:
+                prolonged.add(earlier)
+            else:
                 self._hand_over(chain, position, heir.lineage.chains[chain.group])
+        for earlier in prolonged:
+            self._prolong(earlier, session.lineage.leases[0], now)
+        if len(heir.lineage):
             self._settle_heir(session, heir, now)
         return spared
+
+    def _earlier_heir(self, session: Session, block_id: int) -> Session | None:
+        """An heir that holds the block already and can take over the session's lease on it."""
+        if not _has_one_whole_lease(session.lineage):
+            return None
+        heirs = [
+            chain.lineage.session
+            for chain in self.ledger.index.owners(block_id)
+            if chain.lineage.session.is_heir
+            and (not chain.lineage.leases or _has_one_whole_lease(chain.lineage))
+        ]
+        return max(heirs, key=lambda heir: (heir.lineage.deadline, heir.key), default=None)
+
+    def _prolong(self, heir: Session, lease: Lease, now: float) -> None:
+        """Let an heir protect what it has for as long as another lease would have run."""
+        deadline = lease.deadline if lease.is_armed else now + lease.ttl
+        lineage = heir.lineage
+        copy = Lease(lineage, lease.ttl, None)
+        copy.deadline = max(deadline, lineage.deadline)
+        heir.idle.disarm()
+        self._end_leases(lineage)
+        lineage.trim_to = None
+        lineage.leases = [copy]
+        self.ledger.write_deadlines(lineage)
+        self._claims.register(copy, copy.deadline)
 
     def _others_protect_as_well(self, chain: Chain, block_id: int) -> bool:
         deadline = self._port.ttl_expire_at(block_id)
@@ -341,7 +380,7 @@ class SessionAwareManager:
             idle_until = now + self._settings.idle_seconds
             if session.idle.is_armed:
                 idle_until = session.idle.deadline
-            self._claims.register(heir.idle, idle_until)
+            self._unleased.register(heir.idle, idle_until)
 
     # -- sessions ------------------------------------------------------------------------------
 
@@ -354,16 +393,18 @@ class SessionAwareManager:
         self.sessions[key] = session
         return session
 
-    def _make_room(self, besides: Session | None = None) -> bool:
+    def _make_room(self) -> bool:
         """Make room for one session more; the one used longest ago goes, unless it is alive.
+
+        Heirs don't count: they are as many as the contexts that others share, at most.
 
         Returns:
             Whether there is room.
         """
-        if len(self.sessions) < self._settings.max_sessions:
+        if len(self.sessions) - self.num_heirs < self._settings.max_sessions:
             return True
         self.counters.clipped["max_sessions"] += 1
-        idle = (s for s in self.sessions.values() if not s.live and s is not besides)
+        idle = (s for s in self.sessions.values() if not s.live and not s.is_heir)
         victim = next(idle, None)
         if victim is None:
             return False
@@ -386,7 +427,7 @@ class SessionAwareManager:
         if session.is_anonymous:
             self._free(session)
             return
-        wheel = self._claims if len(session.lineage) else self._idle
+        wheel = self._unleased if len(session.lineage) else self._idle
         wheel.register(session.idle, now + self._settings.idle_seconds)
 
     def _free(self, session: Session) -> None:
@@ -400,6 +441,8 @@ class SessionAwareManager:
                 self._dissolve(live.held)
                 live.held = None
         self._drop_history(session)
+        if not self.sessions:
+            self.ledger.forget_hits()
 
     def _dissolve(self, lineage: Lineage) -> None:
         self.ledger.release_all(lineage)
@@ -415,7 +458,8 @@ class SessionAwareManager:
         if self._trimming:
             self.next_tick_at = -math.inf
         else:
-            self.next_tick_at = min(self._claims.next_tick_at, self._idle.next_tick_at)
+            wheels = (self._claims, self._unleased, self._idle)
+            self.next_tick_at = min(wheel.next_tick_at for wheel in wheels)
 
     # -- recording -----------------------------------------------------------------------------
 
@@ -433,7 +477,11 @@ class SessionAwareManager:
         With ``protections`` None, under the leases that it has.
         """
         diffs = [compare(chain, new) for chain, new in zip(lineage.chains, prefixes, strict=True)]
-        if not replaces and any(diff.diverged for diff in diffs):
+        diverged = any(diff.diverged for diff in diffs)
+        if replaces and not diverged:
+            # A prompt that ends early says nothing about what lies behind its end.
+            replaces = not self._falls_short(lineage, prefixes)
+        if not replaces and diverged:
             diffs = [ChainDiff((), (), (), diverged=True) for _ in diffs]
         newcomers = [
             self.ledger.newcomers(diff, new) for diff, new in zip(diffs, prefixes, strict=True)
@@ -450,6 +498,13 @@ class SessionAwareManager:
         for chain, fresh in zip(lineage.chains, newcomers, strict=True):
             self.ledger.add(chain, fresh, lineage.deadline)
         self.ledger.write_deadlines(lineage)
+
+    def _falls_short(self, lineage: Lineage, prefixes: Sequence[RecordedPrefix]) -> bool:
+        return any(
+            len(new.block_ids) < len(chain)
+            for chain, new, layout in zip(lineage.chains, prefixes, self._layouts, strict=True)
+            if not layout.is_checkpoint
+        )
 
     def _clip_to_records(self, newcomers: list[list[Newcomer]]) -> None:
         """Drop newcomers that the bound on records has no room for; the tail goes first."""
@@ -495,7 +550,7 @@ class SessionAwareManager:
         return clipped
 
     def _give_way(self, num_blocks: int) -> int:
-        """Release the claims that fall due soonest, tail first.
+        """Release what has no lease, then the leases that fall due soonest, tail first.
 
         Returns:
             How many retained blocks fewer there are.
@@ -507,15 +562,17 @@ class SessionAwareManager:
             step = min(num_blocks - gained, budget)
             if step <= 0:
                 break
-            budget -= step
             if self._trimming:
                 self._trim(step)
+                budget -= step
                 continue
-            entry = self._claims.soonest()
+            entry = self._unleased.soonest() or self._claims.soonest()
             if entry is None:
                 break
             session = _session_of(entry)
+            held = len(session.lineage)
             self.ledger.release_tail(session.lineage, step)
+            budget -= max(1, held - len(session.lineage))
             if not len(session.lineage):
                 self._settle_without_records(session, entry.deadline)
         return before - self._port.num_retained_blocks
@@ -607,6 +664,10 @@ def _session_of(entry: WheelEntry) -> Session:
         return entry.lineage.session
     assert isinstance(entry, IdleLimit)
     return entry.session
+
+
+def _has_one_whole_lease(lineage: Lineage) -> bool:
+    return len(lineage.leases) == 1 and lineage.leases[0].end_token is None
 
 
 def _lay_leases(lineage: Lineage, protections: Sequence[Protection], now: float) -> list[Lease]:
