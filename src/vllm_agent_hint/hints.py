@@ -161,6 +161,13 @@ class AgentHintParams(_Wire):
                     "is missing: context_management needs one, since an edit applies to a session",
                     {"field": "session_id"},
                 )
+        elif self.manages and self.cache_control is not None:
+            raise PydanticCustomError(
+                "cache_control_of_nothing",
+                "has no effect beside manage_request, which computes no prefix; send it with a "
+                "request that does",
+                {"field": "cache_control"},
+            )
         elif self.parent_session_id == self.session_id:
             raise PydanticCustomError("own_parent", "parent_session_id must differ from session_id")
         return self
@@ -195,7 +202,7 @@ class EditResult(_Wire):
         type: The edit's own ``type``.
         status: The outcome.
         blocks: Recorded KV blocks that the edit acted on.
-        tokens: The same in prompt tokens, in the attention group that holds most.
+        tokens: The same in prompt tokens, in the KV cache group that holds most.
         reason: The outcome in words; empty where ``status`` says it all.
     """
 

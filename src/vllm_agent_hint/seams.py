@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, Final
 
 import wrapt
@@ -24,7 +24,8 @@ from vllm_agent_hint.settings import Settings, flag_names, load_settings, unknow
 
 logger = logging.getLogger("vllm.agent_hint")
 
-SUPPORTED: Final = "0.28 - 0.33"
+GROUP: Final = "vllm.general_plugins"
+ENTRY_POINT: Final = "agent_hint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,6 +421,8 @@ def probe_environment() -> Report:
         return Report(False, found_version, "VLLM_AGENT_HINT=0", flags(settings), [])
     if found_version is None:
         return Report(False, None, "vLLM is not installed here", flags(settings), [])
+    if unloaded := _why_not_loaded():
+        return Report(False, found_version, unloaded, flags(settings), [])
     findings = [_find(seam) for seam in SEAMS]
     try:
         core = probe_engine(resolve("vllm.v1.core.sched.scheduler:Scheduler"))
@@ -428,6 +431,17 @@ def probe_environment() -> Report:
     broken = [f for f in [findings[0], *core] if not f.ok]
     reason = "; ".join(f"{f.seam}: {f.detail}" for f in broken)
     return Report(not broken, found_version, reason, flags(settings), [*findings, *core])
+
+
+def _why_not_loaded() -> str:
+    """Why vLLM would not call ``register`` here; empty if it would."""
+    names = {entry.name for entry in entry_points(group=GROUP)}
+    if ENTRY_POINT not in names:
+        return f"the entry point {ENTRY_POINT} is not installed; pip install vllm-agent-hint"
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and ENTRY_POINT not in allowed.split(","):
+        return f"VLLM_PLUGINS leaves it out; add {ENTRY_POINT} to it"
+    return ""
 
 
 def _find(seam: Seam) -> Finding:

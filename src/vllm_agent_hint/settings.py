@@ -29,7 +29,8 @@ class Settings(BaseSettings):
     enabled: bool = Field(
         default=True,
         validation_alias=ENV_SWITCH,
-        description="0 leaves vLLM untouched: nothing is replaced, nothing is imported.",
+        description="0 leaves vLLM untouched: nothing is replaced, and nothing of the plugin but "
+        "its settings is imported.",
     )
     max_sessions: int = Field(
         default=10_000,

@@ -324,3 +324,14 @@ def test_an_error_names_the_field_where_the_hint_stood() -> None:
     with pytest.raises(HintError) as caught:
         parse_agent_hint({"session_id": 5}, field="vllm_xargs.agent_hint")
     assert caught.value.field == "vllm_xargs.agent_hint.session_id"
+
+
+def test_a_lease_for_nothing_is_refused() -> None:
+    hint = {
+        "session_id": "a",
+        "cache_control": {"ttl": 60},
+        "context_management": {"manage_request": True},
+    }
+    with pytest.raises(HintError) as refused:
+        parse_agent_hint(hint)
+    assert refused.value.field == "agent_hint.cache_control"

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain as concatenate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from vllm_agent_hint.sessions.ttl import WheelEntry
 
@@ -135,13 +135,6 @@ class Chain:
         del self.block_ids[length:], self.hashes[length:], self.computed[length:]
         if self.logical is not None:
             del self.logical[length:]
-
-
-class Record(NamedTuple):
-    """One record of a lineage."""
-
-    chain: Chain
-    position: int
 
 
 class Lineage:
