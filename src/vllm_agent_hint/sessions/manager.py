@@ -116,6 +116,7 @@ class SessionAwareManager:
         self._record(live.held, prefixes, protections, now, replaces=True)
         if before is not None:
             self._dissolve(before)
+        self._reschedule()
 
     def request_finished(
         self,
