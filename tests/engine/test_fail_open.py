@@ -325,6 +325,8 @@ def test_an_engine_that_has_dropped_its_sessions_goes_on_as_stock_would(
         for plugged in (False, True)
     )
     for engine in (stock, plugged):
+        engine.add(prompt(2, 64), hint=hinted("b", 60.0), max_tokens=30)
+        engine.step()
         with monkeypatch.context() as planted:
             planted.setattr(SessionAwareManager, "request_added", fails)
             engine.serve(prompt(1, 64), hint=hinted("a", 60.0))

@@ -215,6 +215,24 @@ def test_a_turn_that_rewinds_lets_go_of_the_tail_that_it_does_not_share(
     assert engine.deadlines_of(A) == [60.0] * 4
 
 
+def test_a_turn_that_ends_early_keeps_what_lies_behind_its_end(engine: PlainEngine) -> None:
+    engine.turn(A, "wxyz", ttl=60.0)
+    engine.turn(A, "wx", ttl=300.0)
+    assert engine.deadlines_of(A) == [300.0] * 4
+
+
+def test_a_turn_replaces_nothing_while_another_request_of_its_session_is_alive(
+    engine: PlainEngine,
+) -> None:
+    engine.turn(A, "wxyz", ttl=60.0)
+    alive = engine.arrive(SessionIntent(A))
+    engine.turn(A, "title")
+    assert engine.deadlines_of(A) == [60.0] * 4
+    engine.run(alive, "wxyzv")
+    engine.end(alive)
+    assert engine.deadlines_of(A) == [60.0] * 5
+
+
 def test_a_turn_that_rewinds_takes_its_deadline_from_a_block_that_another_still_holds(
     engine: PlainEngine,
 ) -> None:
@@ -325,6 +343,16 @@ def test_a_preempted_request_replaces_nothing(engine: PlainEngine) -> None:
     engine.run(request, "w")
     engine.preempt(request)
     assert engine.counts_of([1, 2, 3, 4]) == [1, 1, 1, 1]
+
+
+def test_a_preemption_that_ends_the_last_lease_leaves_nothing_to_tick_for() -> None:
+    engine = PlainEngine(num_blocks=11, settings=Settings(protected_share=0.3))
+    engine.turn(None, "xyz", ttl=60.0)
+    request = engine.arrive(SessionIntent(A, protections=(Protection(60.0),)))
+    engine.run(request, "uvw")
+    engine.preempt(request)
+    assert engine.port.num_retained_blocks == 3
+    assert engine.sam.next_tick_at == math.inf
 
 
 # -- edits -----------------------------------------------------------------------------------------
@@ -574,6 +602,15 @@ def test_the_lease_that_is_due_soonest_gives_way_to_a_newcomer() -> None:
     assert engine.blocks_of(A) == [1, 2, 3]
     assert engine.blocks_of(B) == [4]
     assert engine.blocks_of(C) == [6]
+
+
+def test_a_session_without_a_lease_gives_way_before_one_with_a_lease() -> None:
+    engine = PlainEngine(num_blocks=11, settings=Settings(protected_share=0.5))
+    engine.turn(A, "xyz", ttl=60.0)
+    engine.turn(B, "uv")
+    engine.turn(C, "w", ttl=5.0)
+    assert engine.blocks_of(A) == [1, 2, 3]
+    assert engine.blocks_of(B) == [4]
 
 
 def test_a_newcomer_is_clipped_from_its_tail_when_nothing_is_left_to_give_way() -> None:

@@ -66,7 +66,7 @@ class EngineHooks:
         self.tracked: dict[str, TrackedRequest] = {}
         """Hinted requests by request id, until their blocks are freed."""
         self.operations = EditOperations(counts_siblings=num_engines == 1)
-        self._has_news = True
+        self.has_news = True
         """Whether the next statistics report can differ from the last."""
         try:
             self._attach()
@@ -120,6 +120,7 @@ class EngineHooks:
         if intent.is_empty:
             return
         operation = params.extra_args.get(OPERATION_KEY)
+        self.has_news = True
         live = self.sam.request_added(intent)
         if live is not None:
             self.tracked[request.request_id] = TrackedRequest(live, operation)
@@ -229,17 +230,17 @@ class EngineHooks:
     # -- for the front end -----------------------------------------------------------------------
 
     def report(self, stats: Any) -> None:
-        """Put our part into a ``SchedulerStats``, if it can differ from the last one.
+        """Put our part into a ``SchedulerStats``; for when ``has_news``.
 
         The first report says that there are no sessions, and so does the last one after a fault.
         """
-        if self._has_news and isinstance(getattr(self.manager, "block_pool", None), AgentBlockPool):
+        if isinstance(getattr(self.manager, "block_pool", None), AgentBlockPool):
             try:
                 setattr(stats, FIELD, self.statistics())
             except Exception:
                 self.drop_sessions("report")
                 return
-        self._has_news = self.sam is not None and bool(self.sam.sessions)
+        self.has_news = self.sam is not None and bool(self.sam.sessions)
 
     def statistics(self) -> dict[str, Any]:
         """See ``take_statistics``; each event is handed out once."""
@@ -253,7 +254,7 @@ class EngineHooks:
         )
         self.reason = f"{where} failed, see the log"
         self.sam = None
-        self._has_news = True
+        self.has_news = True
         self.tracked.clear()
         self.manager.on_served = None
         pool = self.manager.block_pool

@@ -84,7 +84,7 @@ class AgentSchedulerMixin:
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """As stock, with our part in the field that ``scheduler_stats`` has added."""
         stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]
-        if stats is not None and hasattr(stats, FIELD):
+        if self.agent_hint.has_news and stats is not None and hasattr(stats, FIELD):
             self.agent_hint.report(stats)
         return stats
 

@@ -41,6 +41,7 @@ class AgentBlockPool(BlockPool):
         super().__init__(*args, **kwargs)
         self.blocks[:] = [make_block(i, self) for i in range(len(self.blocks))]
         self.free_block_queue: AgentFreeKVCacheBlockQueue = AgentFreeKVCacheBlockQueue(self.blocks)
+        self.free_block_queue.has_bare_deadlines = False
         self.free_block_queue.on_shortage = self._report_shortage
         self.null_block = self.free_block_queue.popleft()
         self.null_block.is_null = True
@@ -142,6 +143,8 @@ class AgentBlockPool(BlockPool):
             block._session_ref_cnt = count
             if deadline is not None:
                 block._ttl_expire_at = deadline
+            if not count and block._ttl_expire_at:
+                self.free_block_queue.has_bare_deadlines = True
             after = block.zone
             if before is not after:
                 self._count(before, after)
@@ -209,10 +212,13 @@ class AgentBlockPool(BlockPool):
         **kwargs: Any,
     ) -> None:
         """As stock; a partial block that becomes full has other content than was recorded."""
-        rehashed: list[AgentKVCacheBlock] = []
-        if self.free_block_queue.has_sessions:
-            new = blocks[num_cached_blocks:num_full_blocks]
-            rehashed = [b for b in new if b._session_ref_cnt or b._ttl_expire_at]
+        if not self.free_block_queue.has_sessions:
+            super().cache_full_blocks(
+                request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs
+            )
+            return
+        new = blocks[num_cached_blocks:num_full_blocks]
+        rehashed = [b for b in new if b._session_ref_cnt or b._ttl_expire_at]
         hashes = [block.block_hash for block in rehashed]
         super().cache_full_blocks(
             request, blocks, num_cached_blocks, num_full_blocks, *args, **kwargs

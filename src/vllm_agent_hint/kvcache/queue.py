@@ -22,6 +22,8 @@ class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
         super().__init__(blocks)
         self.has_sessions = False
         """Whether a block of the pool is in zone B or C by its scalars, free or not."""
+        self.has_bare_deadlines = True
+        """Whether a block may have a deadline and no session. False spares a look per block."""
         self.on_shortage: Callable[[int], object] | None = None
         """Called with the number of blocks that zone A falls short of, before B is touched."""
         self.taken: list[AgentKVCacheBlock] = []
@@ -88,16 +90,20 @@ class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
     def append_n(self, blocks: list[KVCacheBlock]) -> None:
         """Put blocks at the back of their zones, in this order. On the path of every free."""
         if self.has_sessions:
-            protected = [b for b in blocks if b._ttl_expire_at]
-            if protected:
-                self._append_before(self._end, protected)
-                if len(protected) == len(blocks):
+            if self.has_bare_deadlines:
+                retained = [b for b in blocks if b._session_ref_cnt or b._ttl_expire_at]
+            else:
+                retained = [b for b in blocks if b._session_ref_cnt]
+            if retained:
+                protected = [b for b in retained if b._ttl_expire_at]
+                if protected:
+                    self._append_before(self._end, protected)
+                if len(protected) < len(retained):
+                    held = [b for b in retained if not b._ttl_expire_at]
+                    self._append_before(self._boundary, held)
+                if len(retained) == len(blocks):
                     return
-                blocks = [b for b in blocks if not b._ttl_expire_at]
-            held = [b for b in blocks if b._session_ref_cnt]
-            if held:
-                self._append_before(self._boundary, held)
-                blocks = [b for b in blocks if not b._session_ref_cnt]
+                blocks = [b for b in blocks if not (b._session_ref_cnt or b._ttl_expire_at)]
         super().append_n(blocks)
 
     def enter(self, blocks: list[AgentKVCacheBlock], placement: Placement) -> None:

@@ -24,7 +24,13 @@ from vllm_agent_hint.cli.bench.engine import (
     full_attention,
     model_output,
 )
-from vllm_agent_hint.cli.bench.paired import Ratio, compare_in_pairs, quiet_collector, seconds
+from vllm_agent_hint.cli.bench.paired import (
+    Ratio,
+    clock,
+    compare_in_pairs,
+    quiet_collector,
+    seconds,
+)
 from vllm_agent_hint.engine.scheduler import agent_scheduler
 from vllm_agent_hint.kvcache.manager import TrackedRequest
 from vllm_agent_hint.kvcache.pool import AgentBlockPool
@@ -155,7 +161,7 @@ class _BlockSection:
         self._hashes = hashes
 
     def __call__(self) -> float:
-        pool, spent, clock = self._pool, 0.0, time.perf_counter
+        pool, spent = self._pool, 0.0
         for _ in range(CHUNKS_PER_SECTION):
             start = clock()
             blocks = pool.get_new_blocks(CHUNK)
@@ -237,9 +243,9 @@ class _StepSection:
         return sum(self._step() for _ in range(STEPS_PER_SECTION))
 
     def _step(self) -> float:
-        start = time.perf_counter()
+        start = clock()
         output = self._scheduler.schedule()
-        scheduled = time.perf_counter()
+        scheduled = clock()
         requests = self._scheduler.requests
         ids = list(output.num_scheduled_tokens)
         sampled = [
@@ -247,9 +253,9 @@ class _StepSection:
             for i in ids
         ]
         answer = model_output(ids, sampled)
-        resumed = time.perf_counter()
+        resumed = clock()
         self._scheduler.update_from_output(output, answer)
-        return time.perf_counter() - resumed + scheduled - start
+        return clock() - resumed + scheduled - start
 
 
 # -- turns -------------------------------------------------------------------------------------
@@ -285,11 +291,15 @@ class _StockTurn:
         self._turn(self._request([]))
 
     def __call__(self) -> float:
+        self._forget_session()
         self._turn(self._request([]))  # the turn before
         request = self._request(
             [self._rng.randrange(1_000) for _ in range(NEW_BLOCKS * BLOCK_SIZE)]
         )
         return seconds(lambda: self._turn(request))
+
+    def _forget_session(self) -> None:
+        """Each measured turn follows a first one that knows no other tail."""
 
     def _request(self, tail: list[int]) -> Any:
         return build_request(f"turn-{next(self._numbers)}", self._known + tail, max_tokens=1)
@@ -316,6 +326,10 @@ class _HintedTurn(_StockTurn):
             )
             self._hinted(build_request(f"other-{number}", prompt, max_tokens=1), intent)
         super()._prepare()
+
+    def _forget_session(self) -> None:
+        assert self._intent.key is not None
+        self._sam.free_session(self._intent.key)
 
     def _turn(self, request: Any) -> None:
         self._hinted(request, self._intent)
