@@ -467,6 +467,19 @@ def test_a_reset_forgets_the_blocks_and_keeps_the_session(engine: PlainEngine) -
     check_invariants(engine.sam, engine.port, engine.settings)
 
 
+def test_a_request_that_was_preempted_before_a_reset_holds_nothing_after_it(
+    engine: PlainEngine,
+) -> None:
+    request = engine.arrive(SessionIntent(A, protections=(Protection(60.0),)))
+    engine.run(request, "xyz")
+    engine.preempt(request)
+    engine.reset()
+    check_invariants(engine.sam, engine.port, engine.settings)
+    engine.run(request, "xyz")
+    engine.end(request)
+    assert engine.counts_of(engine.blocks_of(A)) == [1, 1, 1]
+
+
 # -- how a session ends ----------------------------------------------------------------------------
 
 
@@ -514,9 +527,10 @@ def test_an_expiry_is_cut_into_slices_tail_first() -> None:
     engine.turn(A, "vwxyz", ttl=5.0)
     engine.now += 7.0
     remaining = []
-    while engine.step():
+    for _ in range(3):
+        assert engine.step()
         remaining.append(len(engine.blocks_of(A)))
-    assert remaining[:3] == [3, 1, 0]
+    assert remaining == [3, 1, 0]
 
 
 def test_a_session_that_comes_back_in_the_midst_of_its_expiry_keeps_the_rest() -> None:
