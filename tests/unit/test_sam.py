@@ -357,8 +357,8 @@ def checked(machine: type[SessionMachine], max_examples: int) -> Any:
     return case
 
 
-TestUnbounded = checked(UnboundedMachine, 150)
-TestUnboundedHybrid = checked(UnboundedHybridMachine, 80)
-TestWithoutRenewal = checked(WithoutRenewalMachine, 50)
-TestBounded = checked(BoundedMachine, 150)
-TestBoundedHybrid = checked(BoundedHybridMachine, 80)
+TestUnbounded = checked(UnboundedMachine, 300)
+TestUnboundedHybrid = checked(UnboundedHybridMachine, 150)
+TestWithoutRenewal = checked(WithoutRenewalMachine, 100)
+TestBounded = checked(BoundedMachine, 300)
+TestBoundedHybrid = checked(BoundedHybridMachine, 200)
