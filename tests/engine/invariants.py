@@ -116,8 +116,8 @@ def check_nothing_left(scheduler: Any) -> None:
     assert not any(b._session_ref_cnt or b._ttl_expire_at for b in pool.blocks)
     assert sam.sessions == {}
     assert sam.num_heirs == 0
-    assert sam._history_size == 0
-    assert len(sam._claims) == len(sam._unleased) == len(sam._idle) == 0
+    assert sam.history.size == 0
+    assert len(sam.agenda.leases) == len(sam.agenda.unleased) == len(sam.agenda.idle) == 0
     assert sam.ledger.index.num_records == 0
     assert not any(sam.ledger.index.owners(b.block_id) for b in pool.blocks)
     assert scheduler.agent_hint.tracked == {}

@@ -1,44 +1,25 @@
 """vLLM's real scheduler, KV cache manager and block pool, without a model behind them."""
 
-import atexit
-import inspect
 import itertools
-import json
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
+from vllm_agent_hint.cli.bench.engine import BLOCK_SIZE as BLOCK
+from vllm_agent_hint.cli.bench.engine import (
+    SAMPLED_TOKEN,
+    build_request,
+    build_scheduler,
+    model_output,
+)
 from vllm_agent_hint.engine import hooks as engine_hooks
 from vllm_agent_hint.engine import utility as engine_utility
 from vllm_agent_hint.engine.scheduler import agent_scheduler
@@ -49,9 +30,6 @@ from vllm_agent_hint.sessions.session import Session
 from vllm_agent_hint.settings import Settings
 
 KINDS = ("full", "window", "state", "all")
-BLOCK = 16
-STOP_TOKEN = 2
-SAMPLED_TOKEN = 7
 
 
 def group_specs(kind: str) -> list[Any]:
@@ -77,39 +55,6 @@ def group_specs(kind: str) -> list[Any]:
         "state": [full, state],
         "all": [full, window, state],
     }[kind]
-
-
-@cache
-def _model_folder() -> str:
-    """A folder of this process's own, with a config that the scheduler reads and no weights."""
-    folder = Path(tempfile.mkdtemp(prefix="vllm-agent-hint-engine-tests-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "num_hidden_layers": 1,
-        "vocab_size": 1024,
-        "max_position_embeddings": 262144,
-        "eos_token_id": STOP_TOKEN,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
-def _model_config() -> ModelConfig:
-    return ModelConfig(
-        model=_model_folder(),
-        skip_tokenizer_init=True,
-        dtype="float16",
-        seed=42,
-        max_model_len=262144,
-        enforce_eager=True,
-    )
 
 
 def make_scheduler(
@@ -140,41 +85,19 @@ def make_scheduler(
     base = base or (AsyncScheduler if asynchronous else Scheduler)
     scheduler_cls = agent_scheduler(base) if plugged else base
     specs = group_specs(kind)
-    cache_config = CacheConfig(block_size=BLOCK, enable_prefix_caching=enable_caching)
-    if any(isinstance(spec, MambaSpec) for spec in specs):
-        cache_config.mamba_cache_mode = "align"
-    config = VllmConfig(
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=262144,
-            enable_chunked_prefill=True,
-            async_scheduling=asynchronous,
-            is_encoder_decoder=False,
-        ),
-        model_config=_model_config(),
-        cache_config=cache_config,
-        device_config=DeviceConfig("cpu"),
-        parallel_config=ParallelConfig(),
-    )
-    cache_config.num_gpu_blocks = num_blocks
-    groups = [KVCacheGroupSpec([f"layer{i}"], spec) for i, spec in enumerate(specs)]
-    init_none_hash(sha256)
+    has_state = any(isinstance(spec, MambaSpec) for spec in specs)
     settings = settings or engine_hooks.load_settings()
     with patch.object(engine_hooks, "load_settings", lambda: settings):
-        return scheduler_cls(
-            vllm_config=config,
-            kv_cache_config=KVCacheConfig(
-                num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups
-            ),
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
-            hash_block_size=BLOCK,
-            log_stats=True,
+        return build_scheduler(
+            scheduler_cls,
+            specs,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            asynchronous=asynchronous,
+            enable_caching=enable_caching,
+            mamba_cache_mode="align" if has_state else None,
         )
-
-
-_hasher = get_request_block_hasher(BLOCK, sha256)
 
 
 def make_request(
@@ -190,16 +113,8 @@ def make_request(
     extra = dict(extra_args or {})
     if hint is not None:
         extra["agent_hint"] = hint
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra or None)
-    optional = {"eos_token_id": STOP_TOKEN} if _takes_eos else {}
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=list(tokens),
-        sampling_params=params,
-        pooling_params=None,
-        block_hasher=_hasher,
-        cache_salt=cache_salt,
-        **optional,
+    return build_request(
+        request_id, tokens, max_tokens=max_tokens, extra_args=extra or None, cache_salt=cache_salt
     )
 
 
@@ -241,9 +156,6 @@ class Clock:
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
-
-
-_takes_eos = "eos_token_id" in inspect.signature(Request.__init__).parameters
 
 
 @dataclass
@@ -359,14 +271,7 @@ class Engine:
         ids = list(output.num_scheduled_tokens)
         outputs = self.scheduler.update_from_output(
             output,
-            ModelRunnerOutput(
-                req_ids=ids,
-                req_id_to_index={r: i for i, r in enumerate(ids)},
-                sampled_token_ids=[[SAMPLED_TOKEN] if r in sampling else [] for r in ids],
-                logprobs=None,
-                prompt_logprobs_dict={},
-                pooler_output=[],
-            ),
+            model_output(ids, [[SAMPLED_TOKEN] if r in sampling else [] for r in ids]),
         )
         self.log.append(
             [

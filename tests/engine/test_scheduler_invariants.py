@@ -312,8 +312,8 @@ class HintedScheduler(RuleBasedStateMachine):
         assert self.engine.pool.num_retained_blocks <= sam._max_retained
         assert sam.ledger.index.num_records <= settings_.max_records
         assert len(sam.sessions) - sam.num_heirs <= settings_.max_sessions
-        assert sam._history_size <= settings_.max_history
-        assert sam._history_size == sum(len(s.history) for s in sam.sessions.values())
+        assert sam.history.size <= settings_.max_history
+        assert sam.history.size == sum(len(s.history) for s in sam.sessions.values())
 
     def teardown(self) -> None:
         try:

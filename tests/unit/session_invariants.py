@@ -124,8 +124,13 @@ def check_wheels(sam: SessionAwareManager) -> None:
         for live in session.live:
             assert live.session is session
             assert live.held is None or not any(e.is_armed for e in live.held.leases)
-    assert len(sam._claims) + len(sam._unleased) + len(sam._idle) == armed
-    waits = len(sam._claims) + len(sam._unleased) + len(sam._idle) + len(sam._trimming)
+    assert len(sam.agenda.leases) + len(sam.agenda.unleased) + len(sam.agenda.idle) == armed
+    waits = (
+        len(sam.agenda.leases)
+        + len(sam.agenda.unleased)
+        + len(sam.agenda.idle)
+        + len(sam._trimming)
+    )
     assert (sam.next_tick_at < float("inf")) == (waits > 0)
 
 
@@ -133,8 +138,8 @@ def check_bounds(sam: SessionAwareManager, port: PlainPort, settings: Settings) 
     assert len(sam.sessions) - sam.num_heirs <= settings.max_sessions
     assert sam.ledger.index.num_records <= settings.max_records
     assert port.num_retained_blocks <= int(settings.protected_share * (port.num_gpu_blocks - 1))
-    assert sam._history_size == sum(len(s.history) for s in sam.sessions.values())
-    assert sam._history_size <= settings.max_history
+    assert sam.history.size == sum(len(s.history) for s in sam.sessions.values())
+    assert sam.history.size <= settings.max_history
     assert sam.num_heirs == sum(s.is_heir for s in sam.sessions.values())
 
 
@@ -145,6 +150,6 @@ def check_nothing_left(sam: SessionAwareManager, port: PlainPort) -> None:
     assert sam.ledger.index.num_records == 0
     assert not sam.ledger.index
     assert not any(sam.ledger.index.owners(i) for i in range(port.num_gpu_blocks))
-    assert len(sam._claims) == len(sam._unleased) == len(sam._idle) == 0
-    assert sam._history_size == sam.num_heirs == 0
+    assert len(sam.agenda.leases) == len(sam.agenda.unleased) == len(sam.agenda.idle) == 0
+    assert sam.history.size == sam.num_heirs == 0
     assert all(lineage.trim_to is None for lineage in sam._trimming)

@@ -678,7 +678,7 @@ def test_history_beyond_the_bound_is_dropped_of_the_session_used_longest_ago() -
 
 def layouts_and_blocks() -> st.SearchStrategy[Any]:
     """A few KV cache groups, the first an attention group, and which logical blocks each has."""
-    layout = st.builds(GroupLayout, st.sampled_from([16, 32, 48]), st.booleans())
+    layout = st.builds(GroupLayout, st.sampled_from([16, 32, 48]), st.booleans(), st.booleans())
     layouts = st.lists(layout, max_size=2).map(lambda rest: (GroupLayout(16), *rest))
 
     def with_blocks(layouts: tuple[GroupLayout, ...]) -> st.SearchStrategy[Any]:
@@ -690,11 +690,11 @@ def layouts_and_blocks() -> st.SearchStrategy[Any]:
     return layouts.flatmap(with_blocks)
 
 
-def runs(indices: list[int]) -> list[list[int]]:
-    """Neighbours together: one window, or the states at successive boundaries."""
+def checkpoints(layout: GroupLayout, indices: list[int]) -> list[list[int]]:
+    """Each state by itself; neighbours that make up a window together."""
     found: list[list[int]] = []
-    for i in indices:
-        if found and found[-1][-1] == i - 1:
+    for i in indices if layout.is_checkpoint else []:
+        if found and found[-1][-1] == i - 1 and not layout.stands_alone:
             found[-1].append(i)
         else:
             found.append([i])
@@ -720,7 +720,7 @@ def test_a_context_is_reused_tail_first_and_a_checkpoint_after_what_only_it_make
     ]
     for g, layout in enumerate(layouts):
         usable_without = 0
-        for run in runs(logical[g]) if layout.is_checkpoint else []:
+        for run in checkpoints(layout, logical[g]):
             for other, i, end in attention:
                 for checkpoint in run:
                     goes_first = turn[other, i] < turn[g, checkpoint]

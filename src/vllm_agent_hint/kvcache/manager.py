@@ -84,7 +84,11 @@ class KVCacheManagerMixin:
     def group_layouts(self) -> list[GroupLayout]:
         """How each KV cache group cuts a prompt into blocks."""
         return [
-            GroupLayout(manager.block_size, isinstance(manager, _CHECKPOINT_MANAGERS))
+            GroupLayout(
+                manager.block_size,
+                is_checkpoint=isinstance(manager, _CHECKPOINT_MANAGERS),
+                stands_alone=isinstance(manager, MambaManager),
+            )
             for manager in self.coordinator.single_type_managers
         ]
 

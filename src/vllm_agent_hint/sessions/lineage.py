@@ -27,10 +27,13 @@ class GroupLayout:
         block_size: Tokens per block.
         is_checkpoint: The group keeps state or window blocks at some boundaries only, so that
             one of its blocks makes the attention blocks *before* it usable.
+        stands_alone: One such block is a whole checkpoint, as a state is. Otherwise it takes a run
+            of them, as of a window.
     """
 
     block_size: int
     is_checkpoint: bool = False
+    stands_alone: bool = False
 
 
 @dataclass(slots=True)
@@ -60,12 +63,15 @@ class Lease(WheelEntry):
         lineage: What it protects.
         ttl: Seconds that it was asked for.
         end_token: First token not protected; None for the whole context.
+        deadline: Monotonic seconds; counts once the lease is armed.
     """
 
     __slots__ = ("end_token", "lineage", "ttl")
 
-    def __init__(self, lineage: "Lineage", ttl: float, end_token: int | None) -> None:
-        super().__init__()
+    def __init__(
+        self, lineage: "Lineage", ttl: float, end_token: int | None, deadline: float
+    ) -> None:
+        super().__init__(deadline)
         self.lineage = lineage
         self.ttl = ttl
         self.end_token = end_token
@@ -160,6 +166,12 @@ class Lineage:
     def __len__(self) -> int:
         return sum(map(len, self.chains))
 
+    def end_leases(self) -> None:
+        """Forget every lease, armed or not."""
+        for lease in self.leases:
+            lease.disarm()
+        self.leases = []
+
     @property
     def deadline(self) -> float:
         """Deadline of the first block: the latest of all."""
@@ -171,10 +183,10 @@ def eviction_order(
 ) -> list[tuple[int, int]]:
     """The order in which a context should be reused: tail first, across KV cache groups.
 
-    Attention blocks go from the last token to the first. A run of state or window blocks goes
-    after the attention blocks that only it makes usable, which are those behind the previous
-    run: stock frees group by group, and a restored attention prefix without its checkpoint
-    serves nothing.
+    Attention blocks go from the last token to the first. A checkpoint, which is a state or a run
+    of window blocks, goes after the attention blocks that only it makes usable, which are those
+    behind the previous checkpoint: stock frees group by group, and a restored attention prefix
+    without its checkpoint serves nothing.
 
     Args:
         layouts: One per group.
@@ -191,13 +203,14 @@ def eviction_order(
         if not layout.is_checkpoint:
             keyed += [(-(i + 1) * size, 0, group, p) for p, i in enumerate(indices)]
             continue
-        previous_run_end = 0
-        run_key = 0.0
+        usable_without = 0
+        key = 0.0
         for position, index in enumerate(indices):
-            if position == 0 or index != indices[position - 1] + 1:
-                run_key = -(previous_run_end + 0.5)
-            previous_run_end = (index + 1) * size
-            keyed.append((run_key, -previous_run_end, group, position))
+            begins = position == 0 or index != indices[position - 1] + 1
+            if begins or layout.stands_alone:
+                key = -(usable_without + 0.5)
+            usable_without = (index + 1) * size
+            keyed.append((key, -usable_without, group, position))
     keyed.sort()
     return [(group, position) for _, _, group, position in keyed]
 
@@ -264,7 +277,6 @@ def _compare_dense(old: Chain, new: RecordedPrefix) -> ChainDiff:
             added.append(i)
     added += range(common, len(new.block_ids))
     # A shorter request says nothing about what lies behind its end.
-    dropped += range(common, len(old))
     return ChainDiff(kept, dropped, added, diverged=False, common=common)
 
 

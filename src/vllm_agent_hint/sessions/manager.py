@@ -1,31 +1,31 @@
 """SessionAwareManager: the only object of the session core that the engine talks to."""
 
 import math
-from array import array
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 from vllm_agent_hint.hints import MAX_TTL_SECONDS, EditResult, EditStatus, EditType
+from vllm_agent_hint.sessions.agenda import Agenda
 from vllm_agent_hint.sessions.blockmeta import BlockMetaPort
+from vllm_agent_hint.sessions.heirs import Heirs
+from vllm_agent_hint.sessions.history import History
 from vllm_agent_hint.sessions.intent import Protection, SessionIntent, SessionKey
 from vllm_agent_hint.sessions.ledger import Ledger, Newcomer
 from vllm_agent_hint.sessions.lineage import (
     LOST,
-    Chain,
     ChainDiff,
     GroupLayout,
     Lease,
     Lineage,
     RecordedPrefix,
     compare,
-    digests,
     eviction_order,
 )
 from vllm_agent_hint.sessions.policy import ReleasePolicy
 from vllm_agent_hint.sessions.session import IdleLimit, LiveRequest, Session
-from vllm_agent_hint.sessions.ttl import TTLManager, WheelEntry
+from vllm_agent_hint.sessions.ttl import WheelEntry
 from vllm_agent_hint.settings import Settings
 
 
@@ -69,20 +69,22 @@ class SessionAwareManager:
         self.ledger = Ledger(port, layouts)
         self.sessions: dict[Hashable, Session] = {}
         """Least recently used first."""
-        self.num_heirs = 0
         self.counters = SessionCounters()
         self.next_tick_at = math.inf
         """When ``tick`` has something to do next. An attribute: every scheduling step reads it."""
-        self._claims = TTLManager(now)
-        """Leases."""
-        self._unleased = TTLManager(now)
-        """Idle limits of sessions that hold records without a lease."""
-        self._idle = TTLManager(now)
-        """Idle limits of sessions that hold no record."""
+        self.agenda = Agenda(now)
         self._trimming: deque[Lineage] = deque()
         """Lineages whose expired records are being let go, a slice at a time."""
-        self._history_size = 0
+        self.history = History(settings.max_history)
         self._serial = count()
+        self._heirs = Heirs(
+            self.sessions, self.ledger, self.agenda, self._serial, settings.idle_seconds
+        )
+
+    @property
+    def num_heirs(self) -> int:
+        """Anonymous sessions that evicts have left behind."""
+        return len(self._heirs)
 
     # -- the life of a request -----------------------------------------------------------------
 
@@ -150,7 +152,7 @@ class SessionAwareManager:
             self._dissolve(live.held)
         if succeeded:
             # What had expired is recorded again, or superseded.
-            self._drop_history(session)
+            self.history.forget(session)
         if not session.live:
             self._resume(session, now)
         self._reschedule()
@@ -159,8 +161,7 @@ class SessionAwareManager:
 
     def tick(self, now: float) -> None:
         """Expire what has fallen due, a slice at a time. Call when ``next_tick_at`` has passed."""
-        for wheel in (self._claims, self._unleased, self._idle):
-            self._expire_all(wheel.advance(now))
+        self._expire_all(self.agenda.advance(now))
         self._trim(self._settings.release_slice)
         self._reschedule()
 
@@ -176,8 +177,7 @@ class SessionAwareManager:
         Returns:
             How many it got.
         """
-        self._expire_all(self._claims.take_due(now))
-        self._expire_all(self._unleased.take_due(now))
+        self._expire_all(self.agenda.take_due_claims(now))
         budget = 4 * num_blocks + 64
         gained = 0
         while self._trimming and gained < num_blocks and budget > 0:
@@ -189,14 +189,12 @@ class SessionAwareManager:
 
     def reset(self, now: float) -> None:
         """The prefix cache was emptied and every scalar is zero: only the sessions stay."""
-        self._claims.clear()
-        self._unleased.clear()
-        self._idle.clear()
+        self.agenda.clear()
         self._trimming.clear()
         self.ledger.clear()
         for session in list(self.sessions.values()):
             session.lineages = [Lineage(session, len(self._layouts))]
-            self._drop_history(session)
+            self.history.forget(session)
             for live in session.live:
                 live.held = None
             if not session.live:
@@ -264,10 +262,10 @@ class SessionAwareManager:
         lineage = session.lineage
         resident = [sum(b != LOST for b in chain.block_ids) for chain in lineage.chains]
         had_expired = bool(session.history)
-        spared = self._bequeath(session, now)
+        spared = self._heirs.inherit(session, now)
         self.ledger.release_all(lineage, placement=self._policy.evicted)
-        self._end_leases(lineage)
-        self._drop_history(session)
+        lineage.end_leases()
+        self.history.forget(session)
         if not session.live:
             self._resume(session, now)
         if not any(resident):
@@ -287,101 +285,6 @@ class SessionAwareManager:
             ),
             reason=f"{spared} of the blocks stay cached for others that use them" if spared else "",
         )
-
-    def _bequeath(self, session: Session, now: float) -> int:
-        """Leave what others use of a context to an heir, for as long as the session's lease ran.
-
-        An unhinted request that shares a prefix holds no claim on it. Were the session's claim
-        simply to end, an evict could cost that request its hits. So an anonymous session takes
-        over exactly those of its blocks whose protection would fall, and ends when the lease
-        would have. Sessions that share a prefix have claims of their own and need no heir.
-
-        Returns:
-            Blocks that the edit does not offer for reuse.
-        """
-        spared = 0
-        wanted: list[tuple[Chain, int]] = []
-        for chain in session.lineage.chains:
-            for position, block_id in enumerate(chain.block_ids):
-                if block_id == LOST or self.ledger.is_exclusive(chain, position):
-                    continue
-                spared += 1
-                if self.ledger.is_used_without_claim(
-                    chain, position
-                ) and not self._others_protect_as_well(chain, block_id):
-                    wanted.append((chain, position))
-        heir = Session(next(self._serial), len(self._layouts), is_heir=True)
-        prolonged: set[Session] = set()
-        for chain, position in wanted:
-            earlier = self._earlier_heir(session, chain.block_ids[position])
-            if earlier is not None:
-                prolonged.add(earlier)
-            else:
-                self._hand_over(chain, position, heir.lineage.chains[chain.group])
-        for earlier in prolonged:
-            self._prolong(earlier, session.lineage.leases[0], now)
-        if len(heir.lineage):
-            self._settle_heir(session, heir, now)
-        return spared
-
-    def _earlier_heir(self, session: Session, block_id: int) -> Session | None:
-        """An heir that holds the block already and can take over the session's lease on it."""
-        if not _has_one_whole_lease(session.lineage):
-            return None
-        heirs = [
-            chain.lineage.session
-            for chain in self.ledger.index.owners(block_id)
-            if chain.lineage.session.is_heir
-            and (not chain.lineage.leases or _has_one_whole_lease(chain.lineage))
-        ]
-        return max(heirs, key=lambda heir: (heir.lineage.deadline, heir.key), default=None)
-
-    def _prolong(self, heir: Session, lease: Lease, now: float) -> None:
-        """Let an heir protect what it has for as long as another lease would have run."""
-        deadline = lease.deadline if lease.is_armed else now + lease.ttl
-        lineage = heir.lineage
-        copy = Lease(lineage, lease.ttl, None)
-        copy.deadline = max(deadline, lineage.deadline)
-        heir.idle.disarm()
-        self._end_leases(lineage)
-        lineage.trim_to = None
-        lineage.leases = [copy]
-        self.ledger.write_deadlines(lineage)
-        self._claims.register(copy, copy.deadline)
-
-    def _others_protect_as_well(self, chain: Chain, block_id: int) -> bool:
-        deadline = self._port.ttl_expire_at(block_id)
-        return (
-            not self.ledger.index.is_held_only_by(chain, block_id)
-            and self.ledger.deadline_of_others(chain, block_id) >= deadline
-        )
-
-    def _hand_over(self, chain: Chain, position: int, heir: Chain) -> None:
-        block_id = chain.block_ids[position]
-        heir.logical = heir.logical or []
-        heir.logical.append(chain.logical_index(position))
-        heir.put(len(heir), block_id, chain.hashes[position], computed=False)
-        self.ledger.index.hand_over(block_id, chain, heir)
-        chain.mark_lost(position)
-
-    def _settle_heir(self, session: Session, heir: Session, now: float) -> None:
-        self.sessions[heir.key] = heir
-        self.num_heirs += 1
-        lineage = heir.lineage
-        for lease in session.lineage.leases:
-            copy = Lease(lineage, lease.ttl, lease.end_token)
-            copy.deadline = lease.deadline if lease.is_armed else now + lease.ttl
-            lineage.leases.append(copy)
-        lineage.latest_written = session.lineage.latest_written
-        self.ledger.write_deadlines(lineage)
-        if lineage.leases:
-            for lease in lineage.leases:
-                self._claims.register(lease, lease.deadline)
-        else:
-            idle_until = now + self._settings.idle_seconds
-            if session.idle.is_armed:
-                idle_until = session.idle.deadline
-            self._unleased.register(heir.idle, idle_until)
 
     # -- sessions ------------------------------------------------------------------------------
 
@@ -421,46 +324,37 @@ class SessionAwareManager:
 
     def _resume(self, session: Session, now: float) -> None:
         """No request of the session is alive any more: its leases run."""
-        for lease in session.lineage.leases:
-            self._claims.register(lease, lease.deadline)
         if session.lineage.leases:
+            self.agenda.arm_leases(session.lineage)
             return
         if session.is_anonymous:
             self._free(session)
             return
-        wheel = self._unleased if len(session.lineage) else self._idle
-        wheel.register(session.idle, now + self._settings.idle_seconds)
+        self.agenda.arm_idle_limit(session, now + self._settings.idle_seconds)
 
     def _free(self, session: Session) -> None:
         session.is_freed = True
         del self.sessions[session.key]
-        self.num_heirs -= session.is_heir
+        self._heirs.forget(session)
         session.idle.disarm()
         self._dissolve(session.lineage)
         for live in session.live:
             if live.held is not None:
                 self._dissolve(live.held)
                 live.held = None
-        self._drop_history(session)
+        self.history.forget(session)
         if not self.sessions:
             self.ledger.forget_hits()
 
     def _dissolve(self, lineage: Lineage) -> None:
         self.ledger.release_all(lineage)
-        self._end_leases(lineage)
-
-    @staticmethod
-    def _end_leases(lineage: Lineage) -> None:
-        for lease in lineage.leases:
-            lease.disarm()
-        lineage.leases = []
+        lineage.end_leases()
 
     def _reschedule(self) -> None:
         if self._trimming:
             self.next_tick_at = -math.inf
         else:
-            wheels = (self._claims, self._unleased, self._idle)
-            self.next_tick_at = min(wheel.next_tick_at for wheel in wheels)
+            self.next_tick_at = self.agenda.next_at
 
     # -- recording -----------------------------------------------------------------------------
 
@@ -493,7 +387,7 @@ class SessionAwareManager:
         self._clip_to_records(newcomers)
         self._clip_to_share(newcomers)
         if protections is not None:
-            self._end_leases(lineage)
+            lineage.end_leases()
             lineage.leases = _lay_leases(lineage, protections, now)
         lineage.trim_to = None
         for chain, fresh in zip(lineage.chains, newcomers, strict=True):
@@ -567,7 +461,7 @@ class SessionAwareManager:
                 self._trim(step)
                 budget -= step
                 continue
-            entry = self._unleased.soonest() or self._claims.soonest()
+            entry = self.agenda.next_to_give_way()
             if entry is None:
                 break
             session = _session_of(entry)
@@ -579,12 +473,12 @@ class SessionAwareManager:
         return before - self._port.num_retained_blocks
 
     def _settle_without_records(self, session: Session, deadline: float) -> None:
-        self._end_leases(session.lineage)
+        session.lineage.end_leases()
         session.idle.disarm()
         if session.is_anonymous:
             self._free(session)
         else:
-            self._idle.register(session.idle, deadline + self._settings.idle_seconds)
+            self.agenda.arm_idle_limit(session, deadline + self._settings.idle_seconds)
 
     # -- expiry --------------------------------------------------------------------------------
 
@@ -634,7 +528,7 @@ class SessionAwareManager:
                 placement=self._policy.expired,
                 history=hashes,
             )
-            self._remember(lineage.session, hashes)
+            self.history.remember(lineage.session, hashes)
             budget -= len(hashes)
             if budget > 0:
                 self._trimming.popleft()
@@ -642,22 +536,6 @@ class SessionAwareManager:
                 if not lineage.leases:
                     self._settle_without_records(lineage.session, lineage.expired_deadline)
         return gained
-
-    # -- history -------------------------------------------------------------------------------
-
-    def _remember(self, session: Session, hashes: Sequence[bytes]) -> None:
-        """Keep digests of a context that has expired, within the bound on all of history."""
-        session.history.extend(digests(hashes))
-        self._history_size += len(hashes)
-        if self._history_size > self._settings.max_history:
-            for other in list(self.sessions.values()):
-                self._drop_history(other)
-                if self._history_size <= self._settings.max_history:
-                    break
-
-    def _drop_history(self, session: Session) -> None:
-        self._history_size -= len(session.history)
-        session.history = array("Q")
 
 
 def _session_of(entry: WheelEntry) -> Session:
@@ -667,10 +545,6 @@ def _session_of(entry: WheelEntry) -> Session:
     return entry.session
 
 
-def _has_one_whole_lease(lineage: Lineage) -> bool:
-    return len(lineage.leases) == 1 and lineage.leases[0].end_token is None
-
-
 def _lay_leases(lineage: Lineage, protections: Sequence[Protection], now: float) -> list[Lease]:
     """Leases that begin now, rising in their end and falling in their deadline."""
     leases: list[Lease] = []
@@ -678,8 +552,7 @@ def _lay_leases(lineage: Lineage, protections: Sequence[Protection], now: float)
         protections, key=lambda p: math.inf if p.end_token is None else p.end_token
     ):
         ttl = min(asked.ttl, MAX_TTL_SECONDS)
-        lease = Lease(lineage, ttl, asked.end_token)
-        lease.deadline = now + ttl
+        lease = Lease(lineage, ttl, asked.end_token, now + ttl)
         while leases and leases[-1].deadline <= lease.deadline:
             leases.pop()
         reaches_further = not leases or leases[-1].end_token != lease.end_token

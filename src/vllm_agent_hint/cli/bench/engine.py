@@ -1,8 +1,11 @@
 """vLLM's real scheduler and KV cache manager without a model, for measuring them."""
 
+import atexit
 import json
+import shutil
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -68,16 +71,14 @@ def build_scheduler(
         enable_caching: Prefix caching.
         mamba_cache_mode: For specs with state.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        _write_model_config(Path(folder))
-        model_config = ModelConfig(
-            model=folder,
-            skip_tokenizer_init=True,
-            dtype="float16",
-            seed=0,
-            max_model_len=MAX_MODEL_LEN,
-            enforce_eager=True,
-        )
+    model_config = ModelConfig(
+        model=_model_folder(),
+        skip_tokenizer_init=True,
+        dtype="float16",
+        seed=0,
+        max_model_len=MAX_MODEL_LEN,
+        enforce_eager=True,
+    )
     cache_config = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=enable_caching)
     if mamba_cache_mode is not None:
         cache_config.mamba_cache_mode = mamba_cache_mode
@@ -106,7 +107,11 @@ def build_scheduler(
     )
 
 
-def _write_model_config(folder: Path) -> None:
+@cache
+def _model_folder() -> str:
+    """A folder of this process's own, with a config that the scheduler reads and no weights."""
+    folder = Path(tempfile.mkdtemp(prefix="vllm-agent-hint-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -120,6 +125,7 @@ def _write_model_config(folder: Path) -> None:
         "max_position_embeddings": MAX_MODEL_LEN,
     }
     (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
 
 
 def build_request(
