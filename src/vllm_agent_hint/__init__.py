@@ -38,8 +38,9 @@ def register() -> None:
         from vllm_agent_hint.settings import load_settings
 
         if load_settings().enabled:
-            from vllm_agent_hint import seams
+            from vllm_agent_hint import seams, stamp
 
+            stamp.make_secret()
             seams.install()
     except Exception as error:
         import logging

@@ -6,8 +6,9 @@ one that is refused.
 """
 
 import json
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -19,11 +20,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from vllm_agent_hint.settings import Settings, load_settings
+
 HINT_KEY: Final = "agent_hint"
 """Where a hint stands in a request body and in ``SamplingParams.extra_args``."""
-
-OPERATION_KEY: Final = "agent_hint_operation"
-"""Where the front end stamps the edits of a request, in ``SamplingParams.extra_args``."""
 
 MAX_TTL_SECONDS: Final = 3600.0
 MAX_ID_LENGTH: Final = 256
@@ -58,19 +58,11 @@ Identity = Annotated[
 BlockIndex = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-def _refuse_ranges(**supplied: int | None) -> None:
-    named = [name for name, value in supplied.items() if value is not None]
-    if named:
-        raise PydanticCustomError(
-            "ranges_off",
-            "block ranges ({names}) are not available in this version; "
-            "omit them to address the whole request context",
-            {"names": ", ".join(named), "field": named[0]},
-        )
-
-
 class _Wire(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+_Model = TypeVar("_Model", bound=_Wire)
 
 
 class CacheControlParams(_Wire):
@@ -79,17 +71,13 @@ class CacheControlParams(_Wire):
     Args:
         type: Only ``"ephemeral"`` exists.
         ttl: Seconds, 0 to 3600. 0 drops the lease and keeps the session's association.
-        block_offset: Protect up to this logical block only. Refused in this version.
+        block_offset: Protect only the logical blocks before this one. Needs
+            ``VLLM_AGENT_HINT_RANGES``.
     """
 
     type: Literal["ephemeral"] = "ephemeral"
     ttl: float = Field(default=300.0, ge=0, le=MAX_TTL_SECONDS, allow_inf_nan=False)
     block_offset: BlockIndex | None = None
-
-    @model_validator(mode="after")
-    def _whole_context_only(self) -> Self:
-        _refuse_ranges(block_offset=self.block_offset)
-        return self
 
 
 class EditType(StrEnum):
@@ -103,18 +91,52 @@ class ContextEdit(_Wire):
 
     Args:
         type: ``"offload"``, ``"prefetch"`` or ``"evict"``.
-        block_start: First logical block of a range. Refused in this version.
-        block_end: End of the range, exclusive. Refused in this version.
+        block_start: First logical block of a range; with ``block_end`` or not at all. Needs
+            ``VLLM_AGENT_HINT_RANGES``.
+        block_end: End of the range, exclusive.
+        include_children: ``evict`` only: frees the session and every session below it, children
+            first.
     """
 
     type: Literal["offload", "prefetch", "evict"]
     block_start: BlockIndex | None = None
     block_end: BlockIndex | None = None
+    include_children: bool = False
 
     @model_validator(mode="after")
-    def _whole_context_only(self) -> Self:
-        _refuse_ranges(block_start=self.block_start, block_end=self.block_end)
+    def _addresses_something(self) -> Self:
+        if (self.block_start is None) != (self.block_end is None):
+            missing = "block_end" if self.block_end is None else "block_start"
+            raise PydanticCustomError(
+                "half_a_range",
+                "is missing: block_start and block_end are sent together, or neither for the "
+                "whole context",
+                {"field": missing},
+            )
+        if self.block_start is not None and self.block_end is not None:
+            if self.block_end <= self.block_start:
+                raise PydanticCustomError(
+                    "empty_range",
+                    "must be greater than block_start; the range is half open",
+                    {"field": "block_end"},
+                )
+            if self.include_children:
+                raise PydanticCustomError(
+                    "range_of_a_tree",
+                    "has no range; omit block_start and block_end, or include_children",
+                    {"field": "include_children"},
+                )
+        if self.include_children and self.type != "evict":
+            raise PydanticCustomError(
+                "children_of_a_transfer",
+                "belongs to evict only; send the edit once per session instead",
+                {"field": "include_children"},
+            )
         return self
+
+    @property
+    def has_range(self) -> bool:
+        return self.block_start is not None
 
 
 class ContextManagementParams(_Wire):
@@ -123,7 +145,8 @@ class ContextManagementParams(_Wire):
     Args:
         manage_request: ``True``: run the edits now and answer without the model.
             ``False``: run them after this request has succeeded.
-        edits: At most 16, applied in this order.
+        edits: At most 16 (or what the server's ``VLLM_AGENT_HINT_MAX_EDITS`` says), applied in
+            this order.
     """
 
     manage_request: bool = False
@@ -203,6 +226,8 @@ class EditResult(_Wire):
         status: The outcome.
         blocks: Recorded KV blocks that the edit acted on.
         tokens: The same in prompt tokens, in the KV cache group that holds most.
+        beyond_range: Recorded blocks behind the range of an ``evict`` whose claim ended with it,
+            since they can't be hit any more.
         reason: The outcome in words; empty where ``status`` says it all.
     """
 
@@ -212,6 +237,7 @@ class EditResult(_Wire):
     status: EditStatus
     blocks: int = 0
     tokens: int = 0
+    beyond_range: int = 0
     reason: str = ""
 
 
@@ -222,26 +248,41 @@ _CURES: Final[dict[str, str]] = {
 }
 
 
-def parse_agent_hint(value: Any, *, field: str = "agent_hint") -> AgentHintParams:
+def parse_agent_hint(
+    value: Any, *, field: str = "agent_hint", settings: Settings | None = None
+) -> AgentHintParams:
     """Validate a hint in any of the forms in which it travels.
 
     Args:
         value: A mapping, the same as a JSON string (``vllm_xargs`` carries no objects), or
             an ``AgentHintParams``.
         field: Where the hint stood, for error messages.
+        settings: What the server allows; this process's own by default.
 
     Raises:
         HintError: Naming the first offending field and its cure.
     """
-    if isinstance(value, AgentHintParams):
-        return value
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise HintError(field, "must be a JSON object, or a string that holds one") from None
+    if isinstance(value, AgentHintParams):
+        hint = value
+    else:
+        hint = validated(AgentHintParams, value, field=field)
+    _check_allowed(hint, field, settings or load_settings())
+    return hint
+
+
+def validated(model: type[_Model], value: Any, *, field: str) -> _Model:
+    """Validate one of the models of this module.
+
+    Raises:
+        HintError: Naming the first offending field and its cure.
+    """
     try:
-        return AgentHintParams.model_validate(value)
+        return model.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         # A rule over several fields is reported at their object; it says which one to correct.
@@ -249,6 +290,37 @@ def parse_agent_hint(value: Any, *, field: str = "agent_hint") -> AgentHintParam
         path = ".".join([field, *map(_printable, first["loc"]), *own])
         message = _CURES.get(first["type"], first["msg"])
         raise HintError(path, message) from None
+
+
+def _check_allowed(hint: AgentHintParams, field: str, settings: Settings) -> None:
+    """Refuse what the schema knows and this server does not offer."""
+    control = hint.cache_control
+    if control and control.block_offset is not None and not settings.ranges:
+        raise HintError(f"{field}.cache_control.block_offset", _RANGES_CURE)
+    check_edits_allowed(hint.edits, f"{field}.context_management.edits", settings)
+
+
+def check_edits_allowed(edits: Sequence[ContextEdit], field: str, settings: Settings) -> None:
+    """Refuse edits that this server does not offer.
+
+    Raises:
+        HintError: Naming the field, and the flag that decides.
+    """
+    if len(edits) > settings.max_edits:
+        raise HintError(
+            field,
+            f"holds {len(edits)} edits; this server takes {settings.max_edits} per request "
+            "(VLLM_AGENT_HINT_MAX_EDITS)",
+        )
+    for k, edit in enumerate(edits):
+        if edit.has_range and not settings.ranges:
+            raise HintError(f"{field}.{k}.block_start", _RANGES_CURE)
+
+
+_RANGES_CURE: Final = (
+    "block ranges are off; omit them to address the whole context, or start the server with "
+    "VLLM_AGENT_HINT_RANGES=1"
+)
 
 
 def _printable(part: int | str) -> str:

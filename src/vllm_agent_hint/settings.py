@@ -5,7 +5,7 @@ from enum import StrEnum
 from functools import cache
 from typing import Final
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 ENV_PREFIX: Final = "VLLM_AGENT_HINT_"
@@ -32,12 +32,63 @@ class Settings(BaseSettings):
         description="0 leaves vLLM untouched: nothing is replaced, and nothing of the plugin but "
         "its settings is imported.",
     )
+    sam: bool = Field(
+        default=True,
+        description="0 runs vLLM's own scheduler: hints are validated and then ignored, edits "
+        "answer unsupported.",
+    )
+    ranges: bool = Field(
+        default=False,
+        description="1 takes block_offset, block_start and block_end. Otherwise they are a 400.",
+    )
+    pooling: bool = Field(
+        default=True,
+        description="0 answers offload and prefetch with unsupported, whatever KV connector is "
+        "in use. This version has no adapter for one, so 1 answers the same.",
+    )
+    shadow: bool = Field(
+        default=False,
+        description="1 keeps every account (sessions, leases, zones, metrics) and changes no "
+        "order: blocks are reused exactly as without hints.",
+    )
     max_sessions: int = Field(
         default=10_000,
         ge=1,
         le=1_000_000,
         description="Sessions remembered at once. Above it the one that was used longest ago "
         "and has no live request is freed.",
+    )
+    max_lineages: int = Field(
+        default=8,
+        ge=1,
+        le=256,
+        description="Prompts that one session may run side by side. Above it the one used "
+        "longest ago is released.",
+    )
+    max_protections: int = Field(
+        default=8,
+        ge=1,
+        le=64,
+        description="Leases on one prompt. Above it the shortest ones are dropped.",
+    )
+    max_depth: int = Field(
+        default=8,
+        ge=1,
+        le=64,
+        description="Sessions above one another, parent over child. A link that would go deeper "
+        "is rejected and the request runs.",
+    )
+    max_edits: int = Field(
+        default=16,
+        ge=1,
+        le=16,
+        description="Edits in one request. More are a 400.",
+    )
+    max_ttl: float = Field(
+        default=3600.0,
+        gt=0.0,
+        le=3600.0,
+        description="Seconds that a lease may run. A longer ttl is clipped to it.",
     )
     max_records: int = Field(
         default=4_000_000,
@@ -51,7 +102,7 @@ class Settings(BaseSettings):
         ge=0,
         le=100_000_000,
         description="Block digests remembered of contexts that have expired, all sessions "
-        "together. Above it the history of the session used longest ago is dropped.",
+        "together. Above it the oldest is dropped.",
     )
     protected_share: float = Field(
         default=0.8,
@@ -61,16 +112,29 @@ class Settings(BaseSettings):
         "Above it the lease that is due soonest gives way, then the newcomer is clipped from "
         "its tail.",
     )
+    tenant_share: float = Field(
+        default=1.0,
+        ge=0.0,
+        le=1.0,
+        description="Part of the protected share that the sessions of one tenant may hold.",
+    )
     idle_seconds: float = Field(
         default=1800.0,
         gt=0.0,
         le=3600.0,
         description="Seconds after which a session that has no lease and sends nothing is freed.",
     )
+    leader_wait_seconds: float = Field(
+        default=1800.0,
+        ge=0.0,
+        le=3600.0,
+        description="Seconds for which a session's last lease outlasts its end while a child of "
+        "it has a request alive or a lease running. 0 lets it end.",
+    )
     renew: bool = Field(
         default=True,
         description="Whether a turn without cache_control renews the session's lease with its "
-        "last TTL.",
+        "last TTL. 0 leaves the lease its old deadline.",
     )
     expired_enters: Placement = Field(
         default=Placement.BACK,
@@ -78,11 +142,23 @@ class Settings(BaseSettings):
         "turn behind the blocks that are there, front makes it the next to be reused.",
     )
     release_slice: int = Field(
-        default=1024,
+        default=256,
         ge=1,
         le=1_000_000,
-        description="Blocks that an expiry may release in one scheduling step; the rest follows "
-        "in the next steps.",
+        description="Blocks that expiry, evict and free may release in one scheduling step, all "
+        "together; the rest follows in the next steps.",
+    )
+    tenant_header: str = Field(
+        default="",
+        max_length=256,
+        description="Request header in which a trusted gateway names the tenant. Empty: none. "
+        "Set it only where clients can't reach vLLM past the gateway.",
+    )
+    secret: SecretStr = Field(
+        default=SecretStr(""),
+        description="Key with which the front ends sign hints and tenants for the engines. "
+        "Empty: the launcher makes one, and every process that it starts inherits it. Engines "
+        "that another machine launches need it set.",
     )
 
 

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 from tests.engine.invariants import check_invariants, check_nothing_left
 from tests.engine.rig import SAMPLED_TOKEN, Clock, Engine, hinted, make_scheduler, prompt
 from vllm_agent_hint.settings import Placement, Settings
+from vllm_agent_hint.stamp import STAMP_KEY, Stamp
 
 SHRINKS = os.environ.get("HYPOTHESIS_PROFILE") == "explore"
 """Shrinking a failure of this machine takes minutes."""
@@ -169,13 +170,9 @@ class HintedScheduler(RuleBasedStateMachine):
     def siblings(self, session_id: str, family: int, length: int, n: int) -> None:
         """What one HTTP request with ``n > 1`` becomes."""
         self.num_operations += 1
-        stamp = {"id": f"op{self.num_operations}", "requests": n}
+        stamp = Stamp(hinted(session_id, 60.0, "evict"), "", f"op{self.num_operations}", n)
         for _ in range(n):
-            self.engine.add(
-                _tokens(family, 16, length),
-                hint=hinted(session_id, 60.0, "evict"),
-                extra_args={"agent_hint_operation": stamp},
-            )
+            self.engine.add(_tokens(family, 16, length), extra_args={STAMP_KEY: stamp.sealed()})
 
     @rule(ttl=ttls, length=st.sampled_from([33, 48, 64]), n=st.integers(2, 4))
     def crowd(self, ttl: float | None, length: int, n: int) -> None:

@@ -16,6 +16,7 @@ from tests.engine.rig import (
 )
 from vllm_agent_hint.kvcache.block import Zone
 from vllm_agent_hint.settings import Placement, Settings
+from vllm_agent_hint.stamp import STAMP_KEY, Stamp
 
 CONTEXT = prompt(1, 20 * BLOCK)
 RESUMED = CONTEXT + prompt(2, BLOCK)
@@ -300,14 +301,9 @@ def test_an_aborted_request_ends_no_part_of_the_recorded_context() -> None:
 
 def test_siblings_run_their_edits_once_after_the_last() -> None:
     engine = make_engine()
-    stamp = {"agent_hint_operation": {"id": "op", "requests": 3}}
+    stamp = Stamp(hinted("agent", 300.0, "evict"), "", "op", 3)
     for tokens in (2, 5, 9):
-        engine.add(
-            CONTEXT,
-            hint=hinted("agent", 300.0, "evict"),
-            extra_args=stamp,
-            max_tokens=tokens,
-        )
+        engine.add(CONTEXT, extra_args={STAMP_KEY: stamp.sealed()}, max_tokens=tokens)
     edits = []
     while engine.scheduler.has_unfinished_requests():
         engine.step()
@@ -319,9 +315,8 @@ def test_siblings_run_their_edits_once_after_the_last() -> None:
 
 def test_siblings_reject_their_edits_if_one_of_them_was_aborted() -> None:
     engine = make_engine()
-    stamp = {"agent_hint_operation": {"id": "op", "requests": 2}}
-    hint = hinted("agent", 300.0, "evict")
-    first, _ = (engine.add(CONTEXT, hint=hint, extra_args=stamp) for _ in range(2))
+    stamp = Stamp(hinted("agent", 300.0, "evict"), "", "op", 2)
+    first, _ = (engine.add(CONTEXT, extra_args={STAMP_KEY: stamp.sealed()}) for _ in range(2))
     engine.abort(first)
     engine.run()
     assert engine.scheduler.agent_hint.statistics()["edits"] == [["evict", "rejected", 1]]

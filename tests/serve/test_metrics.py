@@ -117,7 +117,7 @@ def test_an_edit_in_vllm_xargs_is_counted_once_whatever_operation_the_client_mad
 ) -> None:
     server = serve("qwen3-small", FEW_BLOCKS)
     hint = {"session_id": "a", "context_management": {"edits": [{"type": "evict"}]}}
-    xargs = {"agent_hint": json.dumps(hint), "agent_hint_operation": "made up"}
+    xargs = {"agent_hint": json.dumps(hint), "agent_hint_stamp": "made up"}
     body = {"model": "model", "prompt": "one", "n": 2, "max_tokens": 3, "vllm_xargs": xargs}
     assert server.post("/v1/completions", body).status_code == 200
     server.complete("unhinted")

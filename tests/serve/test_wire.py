@@ -71,7 +71,12 @@ REFUSED_AS_A_WHOLE = [
     (
         '{"session_id": "a", "context_management": '
         '{"edits": [{"type": "evict", "block_start": 0, "block_end": 3}]}}',
-        "block_start, block_end",
+        "block_start",
+    ),
+    (
+        '{"session_id": "a", "context_management": '
+        '{"edits": [{"type": "offload", "include_children": true}]}}',
+        "include_children",
     ),
 ]
 
@@ -250,7 +255,7 @@ def test_a_beam_search_refuses_edits_and_ignores_retention(server: TestServer, p
 @ENDPOINTS
 def test_vllm_xargs_carry_a_hint_as_text(server: TestServer, path: str) -> None:
     hint = {**HINT, "session_id": f"text {path}"}
-    xargs = {"agent_hint": json.dumps(hint), "agent_hint_operation": "not ours"}
+    xargs = {"agent_hint": json.dumps(hint), "agent_hint_stamp": "not ours"}
     response = server.post(path, {**COMMON, **long_body(path), "vllm_xargs": xargs})
     assert response.status_code == 200, response.text
     assert evicted_blocks(server, f"text {path}") > 0

@@ -17,6 +17,7 @@ from vllm_agent_hint.hints import (
     HintError,
     parse_agent_hint,
 )
+from vllm_agent_hint.settings import Settings
 
 EVICT = {"type": "evict"}
 
@@ -33,6 +34,7 @@ FIELD_NAMES = st.sampled_from(
         "edits",
         "block_start",
         "block_end",
+        "include_children",
     ]
 )
 WORDS = st.sampled_from(["ephemeral", "evict", "offload", "prefetch", "worker-7", ""])
@@ -233,18 +235,50 @@ def test_more_than_16_edits_are_refused() -> None:
     assert refusal(hint(MAX_EDITS + 1)).field == "agent_hint.context_management.edits"
 
 
-@pytest.mark.parametrize("range_fields", [{"block_start": 0}, {"block_end": 3}])
-def test_a_range_of_blocks_is_refused_with_the_cure(range_fields: dict[str, int]) -> None:
-    edit = {**EVICT, **range_fields}
-    error = refusal({"session_id": "a", "context_management": {"edits": [edit]}})
-    assert error.field.startswith("agent_hint.context_management.edits.0")
-    assert "omit" in str(error)
+RANGES_ON = Settings(ranges=True)
 
 
-def test_a_block_offset_is_refused_with_the_cure() -> None:
-    error = refusal({"cache_control": {"block_offset": 3}})
-    assert error.field.startswith("agent_hint.cache_control")
-    assert "omit" in str(error)
+def edit_hint(**edit: Any) -> dict[str, Any]:
+    return {"session_id": "a", "context_management": {"edits": [{"type": "evict", **edit}]}}
+
+
+def test_a_range_is_refused_by_the_name_of_its_flag_and_taken_with_it() -> None:
+    hint = edit_hint(block_start=0, block_end=3)
+    error = refusal(hint)
+    assert error.field == "agent_hint.context_management.edits.0.block_start"
+    assert "VLLM_AGENT_HINT_RANGES" in str(error)
+    assert parse_agent_hint(hint, settings=RANGES_ON).edits[0].block_end == 3
+
+
+def test_a_block_offset_is_refused_by_the_name_of_its_flag_and_taken_with_it() -> None:
+    hint = {"cache_control": {"block_offset": 3}}
+    error = refusal(hint)
+    assert error.field == "agent_hint.cache_control.block_offset"
+    assert "VLLM_AGENT_HINT_RANGES" in str(error)
+    assert parse_agent_hint(hint, settings=RANGES_ON).cache_control is not None
+
+
+@pytest.mark.parametrize(
+    ("edit", "field"),
+    [
+        ({"block_start": 0}, "block_end"),
+        ({"block_end": 3}, "block_start"),
+        ({"block_start": 3, "block_end": 3}, "block_end"),
+        ({"block_start": 0, "block_end": 3, "include_children": True}, "include_children"),
+        ({"type": "offload", "include_children": True}, "include_children"),
+    ],
+)
+def test_an_edit_that_addresses_nothing_names_the_field_to_correct(
+    edit: dict[str, Any], field: str
+) -> None:
+    error = refusal(edit_hint(**edit))
+    assert error.field == f"agent_hint.context_management.edits.0.{field}"
+
+
+def test_more_edits_than_the_server_takes_are_refused_by_the_name_of_its_flag() -> None:
+    hint = {"session_id": "a", "context_management": {"edits": [EVICT, EVICT]}}
+    with pytest.raises(HintError, match="VLLM_AGENT_HINT_MAX_EDITS"):
+        parse_agent_hint(hint, settings=Settings(max_edits=1))
 
 
 def test_range_fields_that_are_null_mean_the_whole_context() -> None:

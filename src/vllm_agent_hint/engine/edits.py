@@ -1,7 +1,9 @@
 """When the edits of an ordinary request may run: after the last of its engine requests."""
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
+
+from vllm_agent_hint.stamp import Stamp
 
 MAX_OPEN_OPERATIONS: Final = 10_000
 
@@ -16,7 +18,7 @@ class EditOperations:
     """Counts the engine requests that one HTTP request has become (``n > 1``, several prompts).
 
     Their edits run once, after the last has ended, and only if all have succeeded. A request
-    without an operation is one by itself.
+    without a stamp is one by itself.
 
     Args:
         counts_siblings: False where they may run on other engines: each is then one by itself,
@@ -27,20 +29,20 @@ class EditOperations:
         self._counts_siblings = counts_siblings
         self._open: dict[str, _Operation] = {}
 
-    def request_ended(self, operation: Any, *, succeeded: bool) -> bool | None:
+    def request_ended(self, stamp: Stamp | None, *, succeeded: bool) -> bool | None:
         """Count one engine request.
 
         Args:
-            operation: ``{"id": str, "requests": int}`` as the front end stamped it, or None.
+            stamp: As the front end made it, or None.
             succeeded: Whether this request came to a regular end.
 
         Returns:
             Whether all have succeeded, if this was the last; None if others are still out.
         """
-        if not self._counts_siblings or not _is_stamp(operation):
+        if not self._counts_siblings or stamp is None:
             return succeeded
-        key, total = operation["id"], operation["requests"]
-        entry = self._open.setdefault(key, _Operation(total))
+        key = stamp.operation_id
+        entry = self._open.setdefault(key, _Operation(stamp.engine_requests))
         entry.requests_left -= 1
         entry.has_failed |= not succeeded
         if entry.requests_left > 0:
@@ -49,11 +51,3 @@ class EditOperations:
             return None
         del self._open[key]
         return not entry.has_failed
-
-
-def _is_stamp(operation: Any) -> bool:
-    return (
-        isinstance(operation, dict)
-        and isinstance(operation.get("id"), str)
-        and isinstance(operation.get("requests"), int)
-    )

@@ -12,7 +12,7 @@ from vllm.v1.request import RequestStatus
 from vllm_agent_hint.engine.edits import EditOperations
 from vllm_agent_hint.engine.scheduler_stats import FIELD
 from vllm_agent_hint.engine.statistics import take_statistics
-from vllm_agent_hint.hints import HINT_KEY, OPERATION_KEY, HintError, parse_agent_hint
+from vllm_agent_hint.hints import HINT_KEY, HintError, parse_agent_hint
 from vllm_agent_hint.hookspecs import release_policy
 from vllm_agent_hint.kvcache.block import AgentKVCacheBlock
 from vllm_agent_hint.kvcache.manager import KVCacheManagerMixin, TrackedRequest
@@ -21,6 +21,7 @@ from vllm_agent_hint.kvcache.queue import AgentFreeKVCacheBlockQueue
 from vllm_agent_hint.sessions.intent import SessionIntent
 from vllm_agent_hint.sessions.manager import SessionAwareManager
 from vllm_agent_hint.settings import load_settings
+from vllm_agent_hint.stamp import DEFAULT_TENANT, STAMP_KEY, open_stamp
 
 logger = logging.getLogger("vllm.agent_hint")
 
@@ -107,7 +108,8 @@ class EngineHooks:
         params = request.sampling_params
         if params is None or not params.extra_args:
             return
-        hint = params.extra_args.get(HINT_KEY)
+        stamp = open_stamp(params.extra_args.get(STAMP_KEY))
+        hint = stamp.hint if stamp is not None else params.extra_args.get(HINT_KEY)
         if hint is None:
             return
         try:
@@ -116,15 +118,18 @@ class EngineHooks:
             # The front end refuses such a hint; this one came by a route that has none.
             logger.warning("vllm-agent-hint: ignored a hint (%s)", error)
             return
-        intent = SessionIntent.from_agent_hint(wanted, cache_salt=request.cache_salt)
+        intent = SessionIntent.from_agent_hint(
+            wanted,
+            tenant=stamp.tenant if stamp is not None else DEFAULT_TENANT,
+            cache_salt=request.cache_salt,
+        )
         if intent.is_empty:
             return
-        operation = params.extra_args.get(OPERATION_KEY)
         self.has_news = True
         live = self.sam.request_added(intent)
         if live is not None:
-            self.tracked[request.request_id] = TrackedRequest(live, operation)
-        elif intent.edits and self.operations.request_ended(operation, succeeded=False) is not None:
+            self.tracked[request.request_id] = TrackedRequest(live, stamp)
+        elif intent.edits and self.operations.request_ended(stamp, succeeded=False) is not None:
             self.sam.reject_edits(intent.edits, "there is no room for another session")
 
     def requests_complete(self, request_ids: list[str]) -> None:
@@ -179,7 +184,7 @@ class EngineHooks:
         if not intent.edits or intent.key is None:
             return
         all_succeeded = self.operations.request_ended(
-            tracked.operation, succeeded=_has_succeeded(request, tracked)
+            tracked.stamp, succeeded=_has_succeeded(request, tracked)
         )
         if all_succeeded:
             self.sam.apply_edits(intent.key, intent.edits, time.monotonic())

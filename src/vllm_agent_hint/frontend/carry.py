@@ -20,13 +20,8 @@ from typing import Any, Final
 from vllm.exceptions import VLLMValidationError
 
 from vllm_agent_hint.frontend.fail_open import name_once
-from vllm_agent_hint.hints import (
-    HINT_KEY,
-    OPERATION_KEY,
-    AgentHintParams,
-    HintError,
-    parse_agent_hint,
-)
+from vllm_agent_hint.hints import HINT_KEY, AgentHintParams, HintError, parse_agent_hint
+from vllm_agent_hint.stamp import DEFAULT_TENANT, STAMP_KEY, Stamp, open_stamp
 
 _MANAGE_FIELD: Final = f"{HINT_KEY}.context_management.manage_request"
 _MANAGE_CURE: Final = (
@@ -49,20 +44,24 @@ class CarriedHint:
         operation_id: Names the hint's edits, in the answer and in the engine.
         engine_requests: How many requests the engine makes of it (``n`` times the prompts): the
             edits run once, after the last of them has succeeded.
+        tenant: Whose session it is.
     """
 
     hint: AgentHintParams
     operation_id: str
     engine_requests: int
+    tenant: str = DEFAULT_TENANT
 
-    def extra_args(self) -> dict[str, Any]:
-        """The entries of ``SamplingParams.extra_args``: plain data, which msgpack can carry."""
-        entries: dict[str, Any] = {
-            HINT_KEY: self.hint.model_dump(mode="json", exclude_none=True),
-        }
-        if self.hint.edits:
-            entries[OPERATION_KEY] = {"id": self.operation_id, "requests": self.engine_requests}
-        return entries
+    def put_into(self, extra_args: dict[str, Any] | None) -> dict[str, Any]:
+        """``SamplingParams.extra_args`` with the hint stamped: plain data, for msgpack."""
+        stamp = Stamp(
+            self.hint.model_dump(mode="json", exclude_none=True),
+            self.tenant,
+            self.operation_id,
+            self.engine_requests,
+        )
+        others = {k: v for k, v in (extra_args or {}).items() if k not in (HINT_KEY, STAMP_KEY)}
+        return {**others, STAMP_KEY: stamp.sealed()}
 
 
 _carried: ContextVar[CarriedHint | None] = ContextVar("agent_hint_carried", default=None)
@@ -110,7 +109,7 @@ def to_sampling_params(
         carried = _prepare_or_none(raw, instance)
         if carried is None:
             return params
-    params.extra_args = {**(params.extra_args or {}), **carried.extra_args()}
+    params.extra_args = carried.put_into(params.extra_args)
     return params
 
 
@@ -127,15 +126,17 @@ def process_inputs(
     """
     params: Any = kwargs["params"] if "params" in kwargs else args[2] if len(args) > 2 else None
     extra_args = getattr(params, "extra_args", None)
-    if not extra_args or extra_args.get(HINT_KEY) is None:
+    if not extra_args or not (STAMP_KEY in extra_args or extra_args.get(HINT_KEY) is not None):
         return wrapped(*args, **kwargs)
+    if open_stamp(extra_args.get(STAMP_KEY)) is not None:
+        return wrapped(*args, **kwargs)
+    params = copy.copy(params)
     try:
-        params = _with_plain_hint(params)
+        params.extra_args = _stamped(extra_args, params.n or 1)
     except HintError as error:
         raise as_client_error(error) from None
     except Exception:
         name_once("reading a hint in SamplingParams failed; the request runs without it")
-        params = copy.copy(params)
         params.extra_args = _without_hint(extra_args)
     if "params" in kwargs:
         kwargs = {**kwargs, "params": params}
@@ -246,32 +247,21 @@ def _count_prompts(prompt: Any) -> int:
     return 1
 
 
-def _with_plain_hint(params: Any) -> Any:
-    """A shallow copy of ``params`` whose hint is valid plain data, with its edits' operation.
+def _stamped(extra_args: dict[str, Any], engine_requests: int) -> dict[str, Any]:
+    """The arguments of a request that did not come through a body, its hint validated.
+
+    It belongs to the default tenant, and a stamp that we did not make is dropped.
 
     Raises:
         HintError: The caller has to correct the hint.
     """
-    hint = parse_agent_hint(params.extra_args[HINT_KEY])
+    if extra_args.get(HINT_KEY) is None:
+        return _without_hint(extra_args)
+    hint = parse_agent_hint(extra_args[HINT_KEY])
     if hint.manages:
         raise HintError(_MANAGE_FIELD, _MANAGE_CURE)
-    operation_id, engine_requests = _operation(params.extra_args.get(OPERATION_KEY), params)
-    carried = CarriedHint(hint, operation_id, engine_requests)
-    plain = copy.copy(params)
-    plain.extra_args = {**_without_hint(params.extra_args), **carried.extra_args()}
-    return plain
+    return CarriedHint(hint, uuid.uuid4().hex, engine_requests).put_into(extra_args)
 
 
 def _without_hint(extra_args: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in extra_args.items() if k not in (HINT_KEY, OPERATION_KEY)}
-
-
-def _operation(carried: Any, params: Any) -> tuple[str, int]:
-    """The operation that ``to_sampling_params`` made, or else one of this request alone.
-
-    A client that puts something else there (``vllm_xargs`` is free form) is not believed.
-    """
-    match carried:
-        case {"id": str(operation_id), "requests": int(engine_requests)} if engine_requests > 0:
-            return operation_id, engine_requests
-    return uuid.uuid4().hex, params.n or 1
+    return {k: v for k, v in extra_args.items() if k not in (HINT_KEY, STAMP_KEY)}

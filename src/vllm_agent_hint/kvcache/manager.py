@@ -20,6 +20,7 @@ from vllm_agent_hint.sessions.blockmeta import BlockMetaUpdateResult
 from vllm_agent_hint.sessions.lineage import GroupLayout, RecordedPrefix, eviction_order
 from vllm_agent_hint.sessions.manager import SessionAwareManager
 from vllm_agent_hint.sessions.session import LiveRequest
+from vllm_agent_hint.stamp import Stamp
 
 
 @dataclass(slots=True)
@@ -28,7 +29,7 @@ class TrackedRequest:
 
     Args:
         live: SAM's handle.
-        operation: The stamp of its edits, as the front end made it.
+        stamp: What the front end said of it, if it came through one.
         num_hits: Logical blocks per KV cache group that it found cached, at the time when it
             found fewest: what it computed itself and found again after a preemption is its own.
         is_complete: The front end has all that it wanted of it, so that its abort is a success.
@@ -37,7 +38,7 @@ class TrackedRequest:
     """
 
     live: LiveRequest
-    operation: Any = None
+    stamp: Stamp | None = None
     num_hits: dict[int, int] = field(default_factory=dict)
     is_complete: bool = False
     checkpoints: dict[int, dict[int, KVCacheBlock]] = field(default_factory=dict)
