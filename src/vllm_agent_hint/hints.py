@@ -241,6 +241,27 @@ class EditResult(_Wire):
     reason: str = ""
 
 
+class RetentionResult(_Wire):
+    """What became of the retention that an ordinary request asked for.
+
+    Args:
+        status: ``"applied"``, ``"clipped"``, ``"missing"`` (nothing of it is in the cache) or
+            ``"rejected"``.
+        blocks: KV blocks recorded for its session's prompt.
+        tokens: The same in prompt tokens, in the KV cache group that holds most.
+        bounds: Names of the settings that have clipped it.
+        reason: The outcome in words.
+    """
+
+    model_config = ConfigDict(strict=False)
+
+    status: EditStatus
+    blocks: int = 0
+    tokens: int = 0
+    bounds: list[str] = Field(default_factory=list)
+    reason: str = ""
+
+
 _CURES: Final[dict[str, str]] = {
     "extra_forbidden": "unknown field; remove it or correct its name",
     "model_type": "must be a JSON object",

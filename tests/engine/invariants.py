@@ -133,6 +133,8 @@ def lineages(sam: Any) -> Iterator[Lineage]:
         for live in session.live:
             if live.held is not None:
                 yield live.held
+    attached = {id(lineage) for s in sam.sessions.values() for lineage in s.lineages}
+    yield from (lineage for lineage in sam.releases.lineages if id(lineage) not in attached)
 
 
 def chains(sam: Any) -> Iterator[Chain]:

@@ -194,6 +194,10 @@ def hit(engine: Engine) -> None:
     engine.serve(prompt(1, 200))
 
 
+def hit_with_a_hint(engine: Engine) -> None:
+    engine.serve(prompt(1, 200), hint=hinted("a", 60.0))
+
+
 def edit_with_a_request(engine: Engine) -> None:
     engine.serve(prompt(8, 64), hint=hinted("a", 60.0, "evict"))
 
@@ -240,7 +244,8 @@ FAULTS: list[tuple[Any, str, Callable[[Engine], None]]] = [
     (SessionAwareManager, "tick", wait),
     (SessionAwareManager, "release_due", reuse),
     (SessionAwareManager, "reset", reset),
-    (SessionAwareManager, "apply_edits", edit_with_a_request),
+    (SessionAwareManager, "request_scheduled", hit_with_a_hint),
+    (SessionAwareManager, "start_edits", edit_with_a_request),
     (SessionAwareManager, "apply_edits", manage),
     (SessionAwareManager, "reject_edits", abort_with_an_edit),
     (Ledger, "note_hits", hit),

@@ -230,11 +230,14 @@ class HintedScheduler(RuleBasedStateMachine):
         others = {}
         for other, session in self.engine.sam.sessions.items():
             if other != key and not session.is_heir:
-                lineage = session.lineage
-                others[other] = (
-                    [(list(c.block_ids), list(c.hashes)) for c in lineage.chains],
-                    [(lease.deadline, lease.is_armed) for lease in lineage.leases],
-                )
+                others[other] = [
+                    (
+                        [(list(c.block_ids), list(c.hashes)) for c in lineage.chains],
+                        [(lease.deadline, lease.is_armed) for lease in lineage.leases],
+                    )
+                    for lineage in session.lineages
+                    if lineage.trim_to is None  # What has expired goes on going.
+                ]
         return [[(b.ref_cnt, b.block_hash) for b in pool.blocks], tables, others]
 
     @rule(running_too=st.booleans())
@@ -306,11 +309,14 @@ class HintedScheduler(RuleBasedStateMachine):
     def _bounds_hold(self) -> None:
         sam = self.engine.sam
         settings_ = sam._settings
-        assert self.engine.pool.num_retained_blocks <= sam._max_retained
+        assert self.engine.pool.num_retained_blocks <= sam._capacity._max_retained
         assert sam.ledger.index.num_records <= settings_.max_records
         assert len(sam.sessions) - sam.num_heirs <= settings_.max_sessions
         assert sam.history.size <= settings_.max_history
-        assert sam.history.size == sum(len(s.history) for s in sam.sessions.values())
+        assert sam.history.size == sum(
+            len(s.history) + sum(len(tail.digests) for tail in s.superseded)
+            for s in sam.sessions.values()
+        )
 
     def teardown(self) -> None:
         try:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from tests.unit.plain_port import PlainPort
+from tests.unit.plain_port import PlainPort, content_hash
 from vllm_agent_hint.sessions.intent import Protection, SessionIntent
 from vllm_agent_hint.sessions.lineage import GroupLayout
 
@@ -30,6 +30,8 @@ class Claim:
     deadline: float
     armed_at: float = 0.0
     """When the last request of its session ended; it does not come up before."""
+    waits: bool = False
+    """Whether it has come up and goes on for a worker's sake."""
 
     @property
     def comes_up(self) -> float:
@@ -48,6 +50,11 @@ class Context:
     session: "NaiveSession"
     records: list[dict[int, Record]]
     claims: list[Claim] = field(default_factory=list)
+    base_tokens: int = 0
+    """What a prompt has to share to go on with it."""
+
+    def __bool__(self) -> bool:
+        return any(self.records)
 
 
 @dataclass(eq=False)
@@ -62,17 +69,32 @@ class NaiveSession:
     idle_until: float | None = None
     has_history: bool = False
     is_freed: bool = False
-    context: Context = field(init=False)
+    had_company: bool = False
+    parent: "NaiveSession | None" = None
+    contexts: list[Context] = field(init=False)
+    """Continued longest ago first; never none."""
 
     def __post_init__(self) -> None:
-        self.forget_context()
+        self.contexts = [self.new_context()]
 
     @property
     def is_heir(self) -> bool:
         return isinstance(self.key, tuple) and self.key[0] == "heir"
 
-    def forget_context(self) -> None:
-        self.context = Context(self, [{} for _ in range(self.num_groups)])
+    @property
+    def claims(self) -> list[Claim]:
+        return [claim for context in self.contexts for claim in context.claims]
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.live or self.claims)
+
+    def new_context(self) -> Context:
+        return Context(self, [{} for _ in range(self.num_groups)])
+
+    def drop_empty_contexts(self) -> None:
+        kept = [c for c in self.contexts if c or c.claims]
+        self.contexts = kept or [self.new_context()]
 
 
 @dataclass(eq=False)
@@ -82,6 +104,15 @@ class NaiveRequest:
     session: NaiveSession
     intent: SessionIntent
     held: Context | None = None
+    has_run: bool = False
+    nearest: Context | None = None
+    """The context with which its prompt shares most."""
+    continues: Context | None = None
+    """The same, if it shares enough."""
+    shared_tokens: int = 0
+    prompt_tokens: int = 0
+    company: list[Context | None] = field(default_factory=list)
+    """What requests that were alive beside it go on with."""
 
 
 class NaiveSam:
@@ -92,11 +123,18 @@ class NaiveSam:
         layouts: One per KV cache group.
         idle_seconds: When a session without a lease ends.
         renew: Whether a turn that asks for nothing renews the lease.
+        leader_wait: Seconds for which a leader's last lease waits for its workers.
     """
 
     def __init__(
-        self, port: PlainPort, layouts: Sequence[GroupLayout], idle_seconds: float, renew: bool
+        self,
+        port: PlainPort,
+        layouts: Sequence[GroupLayout],
+        idle_seconds: float,
+        renew: bool,
+        leader_wait: float,
     ) -> None:
+        self.leader_wait = leader_wait
         self.port = port
         self.layouts = layouts
         self.idle_seconds = idle_seconds
@@ -107,6 +145,7 @@ class NaiveSam:
         self.unclaimed_use: set[int] = set()
         """Blocks that somebody uses, or has computed, who holds no claim on them."""
         self.num_expired = 0
+        self.now = 0.0
         self._serial = count()
 
     # -- what must hold of the blocks --------------------------------------------------------------
@@ -115,7 +154,7 @@ class NaiveSam:
     def contexts(self) -> list[Context]:
         sessions = self.sessions.values()
         held = [request.held for s in sessions for request in s.live if request.held]
-        return [s.context for s in sessions] + held
+        return [context for s in sessions for context in s.contexts] + held
 
     def owners(self, block: int) -> list[tuple[Context, int, int]]:
         """``(context, group, logical index)`` of each record of a block."""
@@ -139,21 +178,26 @@ class NaiveSam:
         owners = self.owners(block)
         return len(owners), max((self.deadline_in(*owner) for owner in owners), default=0.0)
 
-    def is_exclusive(self, record: Record) -> bool:
+    def is_exclusive(self, session: NaiveSession, block: int) -> bool:
+        """Whether a session alone records a block, has computed it, and nobody else has hit it."""
+        owners = self.owners(block)
         return (
-            record.block is not None
-            and record.is_computed
-            and len(self.owners(record.block)) == 1
-            and record.block not in self.outside_hits
+            all(context in session.contexts for context, _, _ in owners)
+            and any(context.records[g][i].is_computed for context, g, i in owners)
+            and block not in self.outside_hits
         )
 
-    def exclusive_blocks(self, session: NaiveSession) -> set[int]:
+    def blocks_of(self, session: NaiveSession) -> set[int]:
         return {
             record.block
-            for records in session.context.records
+            for context in session.contexts
+            for records in context.records
             for record in records.values()
-            if record.block is not None and self.is_exclusive(record)
+            if record.block is not None
         }
+
+    def exclusive_blocks(self, session: NaiveSession) -> set[int]:
+        return {b for b in self.blocks_of(session) if self.is_exclusive(session, b)}
 
     # -- the life of a request -----------------------------------------------------------------
 
@@ -164,9 +208,59 @@ class NaiveSam:
             session = NaiveSession(key, intent.key is not None, len(self.layouts))
             self.sessions[key] = session
         session.idle_until = None
+        for claim in session.claims:
+            claim.waits = False
         request = NaiveRequest(session, intent)
+        session.had_company |= bool(session.live)
         session.live.add(request)
+        if intent.parent_session_id is not None:
+            self._link(session, intent.key._replace(session_id=intent.parent_session_id))
         return request
+
+    def _link(self, child: NaiveSession, parent_key: Hashable) -> None:
+        parent = self.sessions.get(parent_key)
+        if parent is None:
+            parent = NaiveSession(parent_key, True, len(self.layouts))
+            parent.idle_until = self.now + self.idle_seconds
+            self.sessions[parent_key] = parent
+        above: NaiveSession | None = parent
+        while above is not None:
+            if above is child:
+                return
+            above = above.parent
+        child.parent = parent
+
+    def request_scheduled(self, request: NaiveRequest, pages: Sequence[object]) -> None:
+        if request.has_run or request.session.is_freed:
+            return
+        request.has_run = True
+        size = min(layout.block_size for layout in self.layouts)
+        request.prompt_tokens = max(
+            len(pages) * size // layout.block_size * layout.block_size for layout in self.layouts
+        )
+        for context in request.session.contexts:
+            shared = self._shared_tokens(context, pages)
+            if shared and shared >= request.shared_tokens:
+                request.nearest, request.shared_tokens = context, shared
+        if request.nearest and request.shared_tokens >= request.nearest.base_tokens:
+            request.continues = request.nearest
+        for other in request.session.live - {request}:
+            if other.has_run:
+                other.company.append(request.continues)
+                request.company.append(other.continues)
+
+    def _shared_tokens(self, context: Context, pages: Sequence[object]) -> int:
+        size = min(layout.block_size for layout in self.layouts)
+        shared = 0
+        for group, (records, layout) in enumerate(zip(context.records, self.layouts, strict=True)):
+            for logical in sorted(records):
+                end = (logical + 1) * layout.block_size
+                if records[logical].hash != content_hash(group, pages[: end // size]):
+                    break
+                if end > len(pages) * size:
+                    break
+                shared = max(shared, end)
+        return shared
 
     def request_preempted(self, request: NaiveRequest, tables: list[Blocks], now: float) -> None:
         session = request.session
@@ -187,16 +281,45 @@ class NaiveSam:
     ) -> None:
         session = request.session
         session.live.remove(request)
+        for other in session.live:
+            other.company.append(request.continues)
         if session.is_freed:
             return
         asked = request.intent.protections
         if asked and (succeeded or not session.protections):
             session.protections = asked
         wanted = session.protections if asked or self.renew else None
-        replaces = succeeded and not session.live
-        self._record(session.context, tables, num_hits, wanted, now, replaces=replaces)
-        session.has_history = session.has_history and not succeeded
+        context, replaces = self._context_for(request, tables, succeeded)
+        self._record(context, tables, num_hits, wanted, now, replaces=replaces)
+        if succeeded and not session.had_company:
+            session.contexts = [context]
+        if succeeded:
+            if request.continues is context:
+                context.base_tokens = request.shared_tokens
+            elif request.nearest is not context or not context.base_tokens:
+                size = min(layout.block_size for layout in self.layouts)
+                context.base_tokens = max(size, request.prompt_tokens - size)
+            session.contexts = [c for c in session.contexts if c is not context] + [context]
+            session.has_history = False
         self._rest(session, now)
+
+    def _context_for(
+        self, request: NaiveRequest, tables: list[Blocks], succeeded: bool
+    ) -> tuple[Context, bool]:
+        """Where a request is recorded, and whether what it does not repeat of it ends."""
+        session = request.session
+        nearest = request.nearest if request.nearest in session.contexts else None
+        context = session.contexts[-1] if nearest is None else nearest
+        if not succeeded or not request.has_run or not context:
+            return context, succeeded
+        alone = request.continues not in request.company and all(r.has_run for r in session.live)
+        if nearest is not None and request.continues is not None and alone:
+            return context, True
+        if nearest is not None and not self._contradicts(context, tables):
+            return context, False
+        new = session.new_context()
+        session.contexts.append(new)
+        return new, True
 
     def _record(
         self,
@@ -228,13 +351,21 @@ class NaiveSam:
                     assert block_hash is not None
                     served = self.port.cached[block_hash][0]
                     computed = not num_hits or logical >= num_hits[group]
-                    new[logical] = Record(served, block_hash, computed)
+                    beside = any(
+                        c.session is context.session and c.records[g][i].is_computed
+                        for c, g, i in self.owners(served)
+                    )
+                    new[logical] = Record(served, block_hash, computed or beside)
             context.records[group] = new
         if protections is not None:
             context.claims = self._lay_claims(protections, now)
 
     def _lay_claims(self, protections: Sequence[Protection], now: float) -> list[Claim]:
-        claims = [Claim(p.end_token, p.ttl, now + p.ttl) for p in protections if p.ttl > 0]
+        claims = [
+            Claim(p.end_token, p.ttl, now + p.ttl)
+            for p in protections
+            if p.ttl > 0 and p.end_token != 0
+        ]
         return [
             claim
             for k, claim in enumerate(claims)
@@ -266,9 +397,10 @@ class NaiveSam:
         """A session without a request, a lease and a name ends; with a name, after a while."""
         if session.live:
             return
-        for claim in session.context.claims:
+        for claim in session.claims:
             claim.armed_at = now
-        if not session.context.claims:
+        session.idle_until = None
+        if not session.claims:
             session.idle_until = now + self.idle_seconds
             if not session.is_named:
                 self._free(session)
@@ -301,10 +433,11 @@ class NaiveSam:
         self.outside_hits.clear()
         self.unclaimed_use.clear()
         for session in list(self.sessions.values()):
-            session.forget_context()
+            session.contexts = [session.new_context()]
             session.has_history = False
             for request in session.live:
-                request.held = None
+                request.held = request.nearest = request.continues = None
+                request.shared_tokens = 0
             self._rest(session, now)
 
     # -- time ----------------------------------------------------------------------------------
@@ -319,80 +452,156 @@ class NaiveSam:
             is_due: Whether a deadline has come.
             only_holders: Leave sessions alone that hold no block: they are in nobody's way.
         """
+        had_claims = [s for s in self.sessions.values() if s.claims and not s.live]
+        while self._end_due_claims(now, is_due):
+            pass
         for session in list(self.sessions.values()):
-            if session.live:
-                continue
-            due = [claim for claim in session.context.claims if is_due(claim.comes_up)]
-            if due:
-                self.num_expired += len(due)
-                session.context.claims = [c for c in session.context.claims if c not in due]
-                self._drop_uncovered(session)
-                if not session.context.claims:
-                    latest = max(claim.deadline for claim in due)
-                    self._rest(session, latest)
-                    session.idle_until = max(latest + self.idle_seconds, now)
-            elif session.idle_until is not None and is_due(session.idle_until):
-                if any(session.context.records):
-                    self._drop_uncovered(session)
-                    session.idle_until = now  # It is forgotten one tick after its blocks.
-                    if not session.is_named:
-                        self._free(session)
-                elif not only_holders:
-                    self._free(session)
+            if session not in had_claims:
+                self._end_idle_time(session, now, is_due, only_holders=only_holders)
 
-    def _drop_uncovered(self, session: NaiveSession) -> None:
+    def _end_due_claims(self, now: float, is_due: Callable[[float], bool]) -> bool:
+        """Returns whether a lease has ended, for which some leader may have waited."""
+        has_ended = False
+        for session in list(self.sessions.values()):
+            if session.live or session.is_freed:
+                continue
+            due = [claim for claim in session.claims if is_due(claim.comes_up)]
+            if len(due) == 1 and session.claims == due and self._has_busy_child(session):
+                due[0].waits = not is_due(due[0].deadline + self.leader_wait)
+                due = [] if due[0].waits else due
+            has_ended |= bool(due)
+            if due:
+                self._end_claims(session, due, now)
+        return has_ended
+
+    def _end_idle_time(
+        self,
+        session: NaiveSession,
+        now: float,
+        is_due: Callable[[float], bool],
+        *,
+        only_holders: bool,
+    ) -> None:
+        if session.live or session.idle_until is None or not is_due(session.idle_until):
+            return
+        if any(session.contexts):
+            for context in session.contexts:
+                self._drop_uncovered(context)
+            session.drop_empty_contexts()
+            session.idle_until = now  # It is forgotten one tick after its blocks.
+            if not session.is_named:
+                self._free(session)
+        elif only_holders:
+            return
+        elif self._has_busy_child(session):
+            session.idle_until = max(session.idle_until + self.idle_seconds, now)
+        else:
+            self._free(session)
+
+    def _end_claims(self, session: NaiveSession, due: list[Claim], now: float) -> None:
+        self.num_expired += len(due)
+        for context in session.contexts:
+            if any(claim is each for claim in context.claims for each in due):
+                context.claims = [c for c in context.claims if all(c is not d for d in due)]
+                self._drop_uncovered(context)
+        session.drop_empty_contexts()
+        if not session.claims:
+            latest = max(claim.deadline for claim in due)
+            self._rest(session, latest)
+            session.idle_until = max(latest + self.idle_seconds, now)
+
+    def _has_busy_child(self, session: NaiveSession) -> bool:
+        return any(s.parent is session and s.is_busy for s in self.sessions.values())
+
+    def end_vain_waits(self, now: float) -> None:
+        """Leaders whose last worker has come to rest wait no longer."""
+        for session in list(self.sessions.values()):
+            waiting = [claim for claim in session.claims if claim.waits]
+            if waiting and not self._has_busy_child(session):
+                self._end_claims(session, waiting, now)
+                return self.end_vain_waits(now)
+        return None
+
+    def _drop_uncovered(self, context: Context) -> None:
         """A context ends where its protection does."""
-        for group, records in enumerate(session.context.records):
+        for group, records in enumerate(context.records):
             for logical in list(records):
-                if not self.deadline_in(session.context, group, logical):
+                if not self.deadline_in(context, group, logical):
                     del records[logical]
-                    session.has_history = True
+                    context.session.has_history = True
 
     # -- edits ---------------------------------------------------------------------------------
 
     def evict(self, key: Hashable, now: float) -> None:
-        """The context ends. What others use of it without a claim stays for as long as it would."""
+        """The contexts end. What others use without a claim stays for as long as it would have."""
         session = self.sessions[key]
-        heir = NaiveSession(("heir", next(self._serial)), False, len(self.layouts))
-        wanted = [
-            (group, logical, record, self.marks(record.block))
-            for group, records in enumerate(session.context.records)
-            for logical, record in records.items()
-            if record.block in self.unclaimed_use and not self.is_exclusive(record)
-        ]
-        before = session.context
-        prolonged: set[NaiveSession] = set()
-        session.forget_context()
+        exclusive = self.exclusive_blocks(session)
+        given_up = [(context, context.claims) for context in reversed(session.contexts)]
+        for context, _ in given_up:
+            context.claims = []
+        remaining = [claims for _, claims in given_up]
+        for context, claims in given_up:
+            self._bequeath(session, context, claims, remaining, exclusive, now)
+            remaining.pop(0)
+            context.records = [{} for _ in self.layouts]
+        session.contexts = [session.new_context()]
         session.has_history = False
-        for group, logical, record, (_, deadline) in wanted:
-            assert record.block is not None
-            others, others_deadline = self.marks(record.block)
-            if others and others_deadline >= deadline:
-                continue
-            earlier = self._earlier_heir(before, record.block)
-            if earlier is not None:
-                prolonged.add(earlier)
-            else:
-                heir.context.records[group][logical] = replace(record, is_computed=False)
-        for earlier in prolonged:
-            (claim,) = before.claims
-            until = now + claim.ttl if session.live else claim.deadline
-            latest = max([until, *(c.deadline for c in earlier.context.claims)])
-            earlier.context.claims = [replace(claim, deadline=latest, armed_at=now)]
-            earlier.idle_until = None
-        if any(heir.context.records):
-            heir.context.claims = [
-                replace(c, deadline=now + c.ttl if session.live else c.deadline, armed_at=now)
-                for c in before.claims
-            ]
-            if not heir.context.claims:
-                heir.idle_until = session.idle_until or now + self.idle_seconds
-            self.sessions[heir.key] = heir
         self._rest(session, now)
 
-    def _earlier_heir(self, context: Context, block: int) -> NaiveSession | None:
+    def _bequeath(
+        self,
+        session: NaiveSession,
+        context: Context,
+        claims: list[Claim],
+        unsettled: list[list[Claim]],
+        exclusive: set[int],
+        now: float,
+    ) -> None:
+        """Hand over to an heir what somebody uses without a claim and nobody else protects."""
+        heir = NaiveSession(("heir", next(self._serial)), False, len(self.layouts))
+        prolonged: set[NaiveSession] = set()
+        for group, records in enumerate(context.records):
+            for logical, record in records.items():
+                block = record.block
+                if block is None or block in exclusive or block not in self.unclaimed_use:
+                    continue
+                others = [owner for owner in self.owners(block) if owner[0] is not context]
+                protected = max((self.deadline_in(*owner) for owner in others), default=0.0)
+                start = logical * self.layouts[group].block_size
+                asked = max(
+                    (
+                        c.deadline
+                        for each in unsettled
+                        for c in each
+                        if c.end is None or start < c.end
+                    ),
+                    default=0.0,
+                )
+                if others and protected >= asked:
+                    continue
+                earlier = self._earlier_heir(claims, block)
+                if earlier is not None:
+                    prolonged.add(earlier)
+                else:
+                    heir.contexts[0].records[group][logical] = replace(record, is_computed=False)
+        for earlier in prolonged:
+            (claim,) = claims
+            until = now + claim.ttl if session.live else claim.deadline
+            latest = max([until, *(c.deadline for c in earlier.claims)])
+            earlier.contexts[0].claims = [replace(claim, deadline=latest, armed_at=now)]
+            earlier.idle_until = None
+        if heir.contexts[0]:
+            heir.contexts[0].claims = [
+                replace(c, deadline=now + c.ttl if session.live else c.deadline, armed_at=now)
+                for c in claims
+            ]
+            if not claims:
+                heir.idle_until = session.idle_until or now + self.idle_seconds
+            self.sessions[heir.key] = heir
+
+    def _earlier_heir(self, claims: list[Claim], block: int) -> NaiveSession | None:
         """An heir that holds the block and can take over the one lease of a context."""
-        if [claim.end for claim in context.claims] != [None]:
+        if [claim.end for claim in claims] != [None]:
             return None
         heirs = [
             owner.session
@@ -402,7 +611,7 @@ class NaiveSam:
         return max(
             heirs,
             key=lambda heir: (
-                max((c.deadline for c in heir.context.claims), default=0.0),
+                max((c.deadline for c in heir.claims), default=0.0),
                 heir.key,
             ),
             default=None,
@@ -417,6 +626,9 @@ class NaiveSam:
 
     def _free(self, session: NaiveSession) -> None:
         session.is_freed = True
+        for other in self.sessions.values():
+            if other.parent is session:
+                other.parent = None
         for request in session.live:
             request.held = None
         del self.sessions[session.key]

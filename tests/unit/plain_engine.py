@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from tests.unit.naive_sam import NaiveRequest, NaiveSam
 from tests.unit.plain_port import PlainPort, content_hash
 from vllm_agent_hint.hints import EditResult, EditType
-from vllm_agent_hint.sessions.intent import Protection, SessionIntent, SessionKey
+from vllm_agent_hint.sessions.intent import Edit, Protection, SessionIntent, SessionKey
 from vllm_agent_hint.sessions.lineage import LOST, GroupLayout, RecordedPrefix
 from vllm_agent_hint.sessions.manager import SessionAwareManager
 from vllm_agent_hint.sessions.session import LiveRequest
@@ -20,6 +20,8 @@ DENSE = (GroupLayout(PAGE),)
 HYBRID = (GroupLayout(PAGE), GroupLayout(PAGE, True), GroupLayout(2 * PAGE, True))
 
 Pages = Sequence[object]
+
+EVICT = Edit(EditType.EVICT)
 
 
 @dataclass(eq=False)
@@ -43,6 +45,8 @@ class PlainEngine:
         num_blocks: Size of the pool, the null block included.
         settings: The session core's.
         is_naive_beside: Whether a naive core is told the same. It knows of no bounds.
+        has_steps_after_each_call: Whether what a request or an edit lets go of has been released
+            when the call returns, as after some steps of the scheduler.
     """
 
     def __init__(
@@ -53,7 +57,9 @@ class PlainEngine:
         *,
         is_naive_beside: bool = False,
         is_strict: bool = True,
+        has_steps_after_each_call: bool = True,
     ) -> None:
+        self.has_steps_after_each_call = has_steps_after_each_call
         self.now = 1000.25
         self.layouts = layouts
         self.settings = settings or Settings()
@@ -61,8 +67,13 @@ class PlainEngine:
         self.sam = SessionAwareManager(self.port, layouts, self.settings, self.now)
         self.naive: NaiveSam | None = None
         if is_naive_beside:
-            idle_seconds, renew = self.settings.idle_seconds, self.settings.renew
-            self.naive = NaiveSam(self.port, layouts, idle_seconds, renew)
+            self.naive = NaiveSam(
+                self.port,
+                layouts,
+                self.settings.idle_seconds,
+                self.settings.renew,
+                self.settings.leader_wait_seconds,
+            )
             self.port.on_gone = self.naive.content_gone
         self.port.on_reuse = self.sam.ledger.blocks_reused
         self.port.on_shortage = lambda n: self.sam.release_due(self.now, n)
@@ -70,10 +81,14 @@ class PlainEngine:
     # -- requests --------------------------------------------------------------------------------
 
     def arrive(self, intent: SessionIntent) -> Request | None:
-        live = self.sam.request_added(intent)
+        if self.naive:
+            self.naive.now = self.now
+        live = self.sam.request_added(intent, self.now)
         if live is None:
             return None
-        return Request(live, self.naive.request_added(intent) if self.naive else None)
+        request = Request(live, self.naive.request_added(intent) if self.naive else None)
+        self._some_steps()
+        return request
 
     def run(
         self,
@@ -93,6 +108,9 @@ class PlainEngine:
             checkpoints: Per group, the logical indices at which state or window blocks are
                 kept; all of them if not given.
         """
+        self.sam.request_scheduled(request.live, self._prompt_of(pages))
+        if self.naive:
+            self.naive.request_scheduled(request.naive, pages)
         is_cached = [
             self.port.cached_block(content_hash(0, pages[: k + 1])) is not None
             for k in range(len(pages))
@@ -105,6 +123,16 @@ class PlainEngine:
             if layout.is_checkpoint and checkpoints is not None:
                 logical = sorted(set(logical) & set(checkpoints[group]))
             self._fill(request, group, pages, logical)
+
+    def _prompt_of(self, pages: Pages) -> list[list[bytes]]:
+        """The hashes of a prompt's complete blocks, per group."""
+        return [
+            [
+                content_hash(group, pages[: (i + 1) * layout.block_size // PAGE])
+                for i in range(len(pages) * PAGE // layout.block_size)
+            ]
+            for group, layout in enumerate(self.layouts)
+        ]
 
     def _fill(self, request: Request, group: int, pages: Pages, logical: Iterable[int]) -> None:
         table = request.tables[group]
@@ -140,6 +168,7 @@ class PlainEngine:
         self.sam.request_preempted(request.live, prefixes, self.now)
         if self.naive:
             self.naive.request_preempted(request.naive, tables, self.now)
+        self._some_steps()
         self._give_back(request)
 
     def end(self, request: Request, *, succeeds: bool = True) -> None:
@@ -153,6 +182,7 @@ class PlainEngine:
             self.naive.request_finished(
                 request.naive, tables, request.num_hits, self.now, succeeded=succeeds
             )
+        self._some_steps()
         self._give_back(request)
 
     def turn(
@@ -197,6 +227,13 @@ class PlainEngine:
                 self.port.give_back(block_id)
         request.tables = []
 
+    def _some_steps(self) -> None:
+        if self.naive:
+            self.naive.end_vain_waits(self.now)
+        if self.has_steps_after_each_call:
+            while len(self.sam.releases):
+                self.sam.tick(self.now)
+
     # -- blocks and time -------------------------------------------------------------------------
 
     def move(self, source: int, target: int) -> None:
@@ -240,15 +277,18 @@ class PlainEngine:
     # -- edits -----------------------------------------------------------------------------------
 
     def evict(self, key: SessionKey) -> EditResult:
-        (result,) = self.sam.apply_edits(key, [EditType.EVICT], self.now)
+        (result,) = self.sam.apply_edits(key, [EVICT], self.now)
         if self.naive and key in self.naive.sessions:
             self.naive.evict(key, self.now)
+        self._some_steps()
         return result
 
     def free_session(self, key: SessionKey) -> bool:
         if self.naive and key in self.naive.sessions:
             self.naive.free_session(key)
-        return self.sam.free_session(key)
+        found = self.sam.free_session(key)
+        self._some_steps()
+        return found
 
     def free_all_sessions(self) -> None:
         self.sam.free_all_sessions()

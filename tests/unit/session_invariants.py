@@ -17,6 +17,8 @@ def lineages(sam: SessionAwareManager) -> Iterator[Lineage]:
     for session in sam.sessions.values():
         yield from session.lineages
         yield from (live.held for live in session.live if live.held is not None)
+    attached = {id(lineage) for s in sam.sessions.values() for lineage in s.lineages}
+    yield from (lineage for lineage in sam.releases.lineages if id(lineage) not in attached)
 
 
 def owners_by_chains(sam: SessionAwareManager) -> Owners:
@@ -105,31 +107,30 @@ def check_never_rises(chain: Chain, port: PlainPort, owners: Owners) -> None:
 
 def check_wheels(sam: SessionAwareManager) -> None:
     """A session waits for one thing at a time, and for nothing while a request of it is alive."""
-    trimming = {id(lineage) for lineage in sam._trimming if lineage.trim_to is not None}
+    trimming = {id(lineage) for lineage in sam.releases.lineages}
     armed = 0
     for session in sam.sessions.values():
-        leases = sum(lease.is_armed for lease in session.lineage.leases)
+        leases = sum(lease.is_armed for lease in session.leases)
         armed += leases + session.idle.is_armed
-        is_trimming = id(session.lineage) in trimming
-        assert is_trimming == (session.lineage.trim_to is not None)
+        is_trimming = any(id(lineage) in trimming for lineage in session.lineages)
+        for lineage in session.lineages:
+            assert (id(lineage) in trimming) == (lineage.trim_to is not None)
         if session.live:
             assert not leases, "the lease of a live request may not run out"
             assert not session.idle.is_armed
             assert not is_trimming
         else:
-            assert leases == len(session.lineage.leases)
+            assert leases == sum(1 for _ in session.leases)
             waits_for = [bool(leases), session.idle.is_armed, is_trimming and not leases]
-            assert sum(waits_for) == 1, "a session would never end"
+            assert any(waits_for), "a session would never end"
+            assert not (leases and session.idle.is_armed)
         assert not session.is_freed
         for live in session.live:
             assert live.session is session
             assert live.held is None or not any(e.is_armed for e in live.held.leases)
     assert len(sam.agenda.leases) + len(sam.agenda.unleased) + len(sam.agenda.idle) == armed
     waits = (
-        len(sam.agenda.leases)
-        + len(sam.agenda.unleased)
-        + len(sam.agenda.idle)
-        + len(sam._trimming)
+        len(sam.agenda.leases) + len(sam.agenda.unleased) + len(sam.agenda.idle) + len(sam.releases)
     )
     assert (sam.next_tick_at < float("inf")) == (waits > 0)
 
@@ -138,7 +139,12 @@ def check_bounds(sam: SessionAwareManager, port: PlainPort, settings: Settings) 
     assert len(sam.sessions) - sam.num_heirs <= settings.max_sessions
     assert sam.ledger.index.num_records <= settings.max_records
     assert port.num_retained_blocks <= int(settings.protected_share * (port.num_gpu_blocks - 1))
-    assert sam.history.size == sum(len(s.history) for s in sam.sessions.values())
+    assert sam.history.size == sum(
+        len(s.history) + sum(len(tail.digests) for tail in s.superseded)
+        for s in sam.sessions.values()
+    )
+    for session in sam.sessions.values():
+        assert 1 <= len(session.lineages) <= settings.max_lineages
     assert sam.history.size <= settings.max_history
     assert sam.num_heirs == sum(s.is_heir for s in sam.sessions.values())
 
@@ -152,4 +158,4 @@ def check_nothing_left(sam: SessionAwareManager, port: PlainPort) -> None:
     assert not any(sam.ledger.index.owners(i) for i in range(port.num_gpu_blocks))
     assert len(sam.agenda.leases) == len(sam.agenda.unleased) == len(sam.agenda.idle) == 0
     assert sam.history.size == sam.num_heirs == 0
-    assert all(lineage.trim_to is None for lineage in sam._trimming)
+    assert len(sam.releases) == 0

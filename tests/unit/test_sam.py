@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.unit.plain_engine import DENSE, HYBRID, PlainEngine, Request
+from tests.unit.plain_engine import DENSE, EVICT, HYBRID, PlainEngine, Request
 from tests.unit.session_invariants import check_invariants, check_nothing_left
-from vllm_agent_hint.hints import EditStatus, EditType
+from vllm_agent_hint.hints import EditStatus
 from vllm_agent_hint.sessions.intent import Protection, SessionIntent, SessionKey
 from vllm_agent_hint.sessions.lineage import LOST, GroupLayout
 from vllm_agent_hint.settings import Placement, Settings
@@ -28,7 +28,15 @@ PROTECTIONS = st.one_of(
     st.builds(lambda ttl: (Protection(ttl),), TTLS),
     st.lists(st.builds(Protection, TTLS, ENDS), min_size=1, max_size=3).map(tuple),
 )
-INTENTS = st.builds(SessionIntent, st.sampled_from([*KEYS, KEYS[0], None]), protections=PROTECTIONS)
+INTENTS = st.one_of(
+    st.builds(SessionIntent, st.sampled_from([*KEYS, KEYS[0], None]), protections=PROTECTIONS),
+    st.builds(
+        SessionIntent,
+        st.sampled_from(KEYS[:2]),
+        parent_session_id=st.sampled_from("abc"),
+        protections=PROTECTIONS,
+    ).filter(lambda intent: intent.parent_session_id != intent.key.session_id),
+)
 PAGES = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
 MAX_PAGES = 6
 STEPS = st.one_of(
@@ -48,7 +56,11 @@ class SessionMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.engine = PlainEngine(
-            self.layouts, self.num_blocks, self.settings, is_naive_beside=self.is_naive_beside
+            self.layouts,
+            self.num_blocks,
+            self.settings,
+            is_naive_beside=self.is_naive_beside,
+            has_steps_after_each_call=self.is_naive_beside,
         )
         self.sam, self.port, self.naive = self.engine.sam, self.engine.port, self.engine.naive
         self.requests: list[Request] = []
@@ -203,9 +215,7 @@ class SessionMachine(RuleBasedStateMachine):
         """Blocks of a session that an evict must not offer for reuse, and their deadlines."""
         if self.naive is None:
             return {}
-        records = self.naive.sessions[key].context.records
-        blocks = {record.block for group in records for record in group.values()}
-        kept = blocks & self.naive.unclaimed_use
+        kept = self.naive.blocks_of(self.naive.sessions[key]) & self.naive.unclaimed_use
         return {i: self.port.blocks[i].deadline for i in kept}
 
     @precondition(lambda self: self.named)
@@ -229,7 +239,7 @@ class SessionMachine(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS))
     def an_unknown_session_is_missing(self, key: SessionKey) -> None:
         if key not in self.sam.sessions:
-            (result,) = self.sam.apply_edits(key, [EditType.EVICT], self.engine.now)
+            (result,) = self.sam.apply_edits(key, [EVICT], self.engine.now)
             assert result.status is EditStatus.MISSING
             assert not self.sam.free_session(key)
 
@@ -278,7 +288,9 @@ class UnboundedMachine(SessionMachine):
     def every_block_is_marked_as_the_naive_core_says(self) -> None:
         for block_id in range(1, self.num_blocks):
             block = self.port.blocks[block_id]
-            assert (block.count, block.deadline) == self.naive.marks(block_id), block_id
+            assert (block.count, block.deadline) == self.naive.marks(block_id), self.naive.owners(
+                block_id
+            )
 
     @invariant()
     def the_same_sessions_live(self) -> None:
@@ -290,10 +302,12 @@ class UnboundedMachine(SessionMachine):
     def each_session_has_recorded_what_the_naive_one_has(self) -> None:
         for key in self.named:
             session, naive = self.sam.sessions[key], self.naive.sessions[key]
-            for chain, wanted in zip(session.lineage.chains, naive.context.records, strict=True):
-                records = enumerate(chain.block_ids)
-                found = {chain.logical_index(k): i for k, i in records if i != LOST}
-                assert found == {i: r.block for i, r in wanted.items() if r.block is not None}
+            assert len(session.lineages) == len(naive.contexts)
+            for lineage, context in zip(session.lineages, naive.contexts, strict=True):
+                for chain, wanted in zip(lineage.chains, context.records, strict=True):
+                    records = enumerate(chain.block_ids)
+                    found = {chain.logical_index(k): i for k, i in records if i != LOST}
+                    assert found == {i: r.block for i, r in wanted.items() if r.block is not None}
             assert bool(session.history) == naive.has_history
 
     @invariant()
@@ -339,7 +353,7 @@ class BoundedMachine(SessionMachine):
     @invariant()
     def no_lease_of_a_session_without_a_request_is_longer_than_it_may_be(self) -> None:
         for session in self.sam.sessions.values():
-            for lease in session.lineage.leases:
+            for lease in session.leases:
                 assert lease.deadline <= self.engine.now + lease.ttl
 
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plain_engine import DENSE, HYBRID, PAGE, PlainEngine
+from tests.unit.plain_engine import DENSE, EVICT, HYBRID, PAGE, PlainEngine
 from tests.unit.plain_port import content_hash
 from tests.unit.session_invariants import check_invariants, check_nothing_left
 from vllm_agent_hint.hints import EditStatus, EditType
-from vllm_agent_hint.sessions.intent import Protection, SessionIntent, SessionKey
+from vllm_agent_hint.sessions.intent import Edit, Protection, SessionIntent, SessionKey
 from vllm_agent_hint.sessions.lineage import (
     DIGEST_BYTES,
     LOST,
@@ -227,7 +227,7 @@ def test_a_turn_replaces_nothing_while_another_request_of_its_session_is_alive(
     engine.turn(A, "wxyz", ttl=60.0)
     alive = engine.arrive(SessionIntent(A))
     engine.turn(A, "title")
-    assert engine.deadlines_of(A) == [60.0] * 4
+    assert engine.counts_of(range(1, 10)) == [1] * 9
     engine.run(alive, "wxyzv")
     engine.end(alive)
     assert engine.deadlines_of(A) == [60.0] * 5
@@ -431,7 +431,7 @@ def test_offload_and_prefetch_are_unsupported_and_change_nothing(
     engine: PlainEngine, edit: EditType
 ) -> None:
     engine.turn(A, "xyz", ttl=60.0)
-    (result,) = engine.sam.apply_edits(A, [edit], engine.now)
+    (result,) = engine.sam.apply_edits(A, [Edit(edit)], engine.now)
     assert result.status is EditStatus.UNSUPPORTED
     assert engine.deadlines_of(A) == [60.0] * 3
     assert engine.sam.counters.edits == {(edit.value, "unsupported"): 1}
@@ -439,7 +439,7 @@ def test_offload_and_prefetch_are_unsupported_and_change_nothing(
 
 def test_rejected_edits_are_counted_and_change_nothing(engine: PlainEngine) -> None:
     engine.turn(A, "xyz", ttl=60.0)
-    (result,) = engine.sam.reject_edits([EditType.EVICT], "the request did not succeed")
+    (result,) = engine.sam.reject_edits([EVICT], "the request did not succeed")
     assert (result.status, result.reason) == (EditStatus.REJECTED, "the request did not succeed")
     assert engine.deadlines_of(A) == [60.0] * 3
     assert engine.sam.counters.edits == {("evict", "rejected"): 1}

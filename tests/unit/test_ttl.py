@@ -107,10 +107,10 @@ class WheelsMachine(RuleBasedStateMachine):
         entry = self.wheels[which].soonest()
         if entry is not None:
             assert entry in self.entries
-        assert (entry and entry.deadline) == self.naive[which].soonest
+        assert (entry and entry.due_at) == self.naive[which].soonest
 
     def _handed_out(self, which: int, entries: list[WheelEntry]) -> set[int]:
-        deadlines = [entry.deadline for entry in entries]
+        deadlines = [entry.due_at for entry in entries]
         assert deadlines == sorted(deadlines), "soonest first"
         assert not any(entry.is_armed for entry in entries)
         numbers = [self.entries.index(entry) for entry in entries]
@@ -125,7 +125,7 @@ class WheelsMachine(RuleBasedStateMachine):
             deadlines = [n.deadlines[number] for n in self.naive if number in n.deadlines]
             assert entry.is_armed == bool(deadlines)
             if deadlines:
-                assert [entry.deadline] == deadlines
+                assert [entry.due_at] == deadlines
 
     @invariant()
     def the_next_tick_is_early_enough(self) -> None:

@@ -122,11 +122,13 @@ class EngineHooks:
             wanted,
             tenant=stamp.tenant if stamp is not None else DEFAULT_TENANT,
             cache_salt=request.cache_salt,
+            block_size=self.manager.logical_block_size,
+            is_sibling=stamp is not None and stamp.engine_requests > 1,
         )
         if intent.is_empty:
             return
         self.has_news = True
-        live = self.sam.request_added(intent)
+        live = self.sam.request_added(intent, time.monotonic())
         if live is not None:
             self.tracked[request.request_id] = TrackedRequest(live, stamp)
         elif intent.edits and self.operations.request_ended(stamp, succeeded=False) is not None:
@@ -149,10 +151,14 @@ class EngineHooks:
 
     @_outlives_sam
     def request_served(self, request: Any, groups: Sequence[Sequence[Any]]) -> None:
-        """A request was served from cached blocks."""
+        """A request comes to run, on these cached blocks."""
         assert self.sam is not None
-        if self.sam.sessions:
-            self.manager.note_hits(self.sam, request, groups)
+        if not self.sam.sessions:
+            return
+        tracked = self.tracked.get(request.request_id)
+        if tracked is not None and not tracked.live.is_placed:
+            self.sam.request_scheduled(tracked.live, self.manager.prompt_hashes(request))
+        self.manager.note_hits(self.sam, request, groups)
 
     @_outlives_sam
     def request_preempted(self, request: Any) -> None:
@@ -187,9 +193,14 @@ class EngineHooks:
             tracked.stamp, succeeded=_has_succeeded(request, tracked)
         )
         if all_succeeded:
-            self.sam.apply_edits(intent.key, intent.edits, time.monotonic())
+            self.sam.start_edits(intent.key, intent.edits, time.monotonic(), lambda _: None)
         elif all_succeeded is False:
             self.sam.reject_edits(intent.edits, "the request did not succeed")
+
+    @property
+    def has_releases(self) -> bool:
+        """Whether steps are wanted although no request is there."""
+        return self.sam is not None and len(self.sam.releases) > 0
 
     # -- time ----------------------------------------------------------------------------------
 

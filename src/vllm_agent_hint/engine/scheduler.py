@@ -81,6 +81,10 @@ class AgentSchedulerMixin:
         self.agent_hint.expire_due()
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
 
+    def has_requests(self) -> bool:
+        """As stock, or something is still being let go, which goes on with each step."""
+        return super().has_requests() or self.agent_hint.has_releases  # type: ignore[misc]
+
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """As stock, with our part in the field that ``scheduler_stats`` has added."""
         stats = super().make_stats(*args, **kwargs)  # type: ignore[misc]

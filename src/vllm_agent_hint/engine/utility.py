@@ -4,8 +4,8 @@ import time
 from typing import Any
 
 from vllm_agent_hint import seams
-from vllm_agent_hint.hints import EditResult, EditStatus, EditType
-from vllm_agent_hint.sessions.intent import SessionKey
+from vllm_agent_hint.hints import ContextEdit, EditResult, EditStatus, EditType
+from vllm_agent_hint.sessions.intent import Edit, SessionKey
 
 
 def agent_hint_rpc(engine_core: Any, payload: dict[str, Any]) -> dict[str, Any]:
@@ -31,7 +31,11 @@ def agent_hint_rpc(engine_core: Any, payload: dict[str, Any]) -> dict[str, Any]:
     key = SessionKey("", payload.get("cache_salt"), payload.get("session_id", ""))
     try:
         if payload.get("op") == "edit":
-            results = hooks.sam.apply_edits(key, edits, time.monotonic())
+            block_size = hooks.manager.logical_block_size
+            lowered = [
+                Edit.from_wire(ContextEdit.model_validate(e), block_size) for e in payload["edits"]
+            ]
+            results = hooks.sam.apply_edits(key, lowered, time.monotonic())
         stats = hooks.statistics()
     except Exception:
         hooks.drop_sessions("a management call")

@@ -93,6 +93,20 @@ class KVCacheManagerMixin:
             for manager in self.coordinator.single_type_managers
         ]
 
+    @property
+    def logical_block_size(self) -> int:
+        """Tokens in the logical block of a range: the smallest block that attention uses."""
+        layouts = self.group_layouts()
+        sizes = [layout.block_size for layout in layouts if not layout.is_checkpoint]
+        return min(sizes or [layout.block_size for layout in layouts])
+
+    def prompt_hashes(self, request: Any) -> list[list[bytes]]:
+        """The hashes of a request's complete blocks, per group, without the group's number."""
+        unit = self.block_pool.hash_block_size
+        hashes = request.block_hashes
+        steps = [layout.block_size // unit for layout in self.group_layouts()]
+        return [hashes if step == 1 else hashes[step - 1 :: step] for step in steps]
+
     # -- what a request was served from ---------------------------------------------------------
 
     def get_computed_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:

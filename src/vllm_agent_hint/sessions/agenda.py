@@ -45,10 +45,10 @@ class Agenda:
         for lease in lineage.leases:
             self.leases.register(lease, lease.deadline)
 
-    def arm_idle_limit(self, session: Session, deadline: float) -> None:
+    def arm_idle_limit(self, session: Session, due_at: float) -> None:
         """Give a session up at a time, unless it is used before."""
-        wheel = self.unleased if len(session.lineage) else self.idle
-        wheel.register(session.idle, deadline)
+        wheel = self.unleased if session.num_records else self.idle
+        wheel.register(session.idle, due_at)
 
     def clear(self) -> None:
         for wheel in (self.leases, self.unleased, self.idle):

@@ -1,11 +1,39 @@
 """Who keeps what others use of a session's context when the session gives it up."""
 
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 
 from vllm_agent_hint.sessions.agenda import Agenda
 from vllm_agent_hint.sessions.ledger import Ledger
 from vllm_agent_hint.sessions.lineage import LOST, Chain, Lease, Lineage
 from vllm_agent_hint.sessions.session import Session
+
+
+@dataclass(slots=True, eq=False)
+class Estate:
+    """A context that its session gives up: what it would have been kept for, and who gets it.
+
+    Args:
+        lineage: The context.
+        leases: How it was protected, as ``(ttl, end_token, deadline)``.
+        idle_until: When its session would have been given up, if it had no lease.
+    """
+
+    lineage: Lineage
+    leases: list[tuple[float, int | None, float]]
+    idle_until: float
+    heir: Session | None = None
+    prolonged: set[Session] = field(default_factory=set)
+    spared: int = 0
+    """Resident blocks that may not be offered for reuse, handed over or not."""
+
+    @property
+    def whole_lease(self) -> tuple[float, float] | None:
+        """``(ttl, deadline)`` of its only lease, if that covers all."""
+        if len(self.leases) == 1 and self.leases[0][1] is None:
+            ttl, _, deadline = self.leases[0]
+            return ttl, deadline
+        return None
 
 
 class Heirs:
@@ -46,34 +74,39 @@ class Heirs:
         """A session has ended; no-op if it is no heir."""
         self._alive.discard(session)
 
-    def inherit(self, session: Session, now: float) -> int:
-        """Hand over what others use of a session's context, before the session drops it.
+    def estate_of(self, lineage: Lineage, now: float) -> Estate:
+        """What is to be known of a context before its leases end."""
+        idle = lineage.session.idle
+        return Estate(
+            lineage,
+            [
+                (lease.ttl, lease.end_token, lease.deadline if lease.is_armed else now + lease.ttl)
+                for lease in lineage.leases
+            ],
+            idle.due_at if idle.is_armed else now + self._idle_seconds,
+        )
 
-        Returns:
-            Resident blocks that the session must not offer for reuse, handed over or not.
-        """
-        spared = 0
-        wanted: list[tuple[Chain, int]] = []
-        for chain in session.lineage.chains:
-            for position, block_id in enumerate(chain.block_ids):
-                if block_id == LOST or self._ledger.is_exclusive(chain, position):
-                    continue
-                spared += 1
-                if self._needs_heir(chain, position):
-                    wanted.append((chain, position))
-        heir = Session(next(self._serial), len(session.lineage.chains), is_heir=True)
-        prolonged: set[Session] = set()
-        for chain, position in wanted:
-            earlier = self._earlier_heir(session, chain.block_ids[position])
-            if earlier is not None:
-                prolonged.add(earlier)
-            else:
-                self._hand_over(chain, position, heir.lineage.chains[chain.group])
-        for earlier in prolonged:
-            self._prolong(earlier, session.lineage.leases[0], now)
-        if len(heir.lineage):
-            self._settle(heir, session, now)
-        return spared
+    def inherit(self, estate: Estate, num_records: int) -> None:
+        """Hand over what others use of the last records of a context, before they end."""
+        handed_over: dict[Chain, list[int]] = {}
+        for chain, position in self._ledger.tail_first(estate.lineage, limit=num_records):
+            block_id = chain.block_ids[position]
+            if block_id == LOST or self._ledger.is_exclusive(chain, position):
+                continue
+            estate.spared += 1
+            if not self._needs_heir(chain, position):
+                continue
+            earlier = self._earlier_heir(estate, block_id)
+            if earlier is None:
+                new = self._heir_of(estate).chains[chain.group]
+                handed_over.setdefault(new, []).append(chain.logical_index(position))
+                self._hand_over(chain, position, new)
+            elif earlier not in estate.prolonged:
+                estate.prolonged.add(earlier)
+                self._prolong(earlier, estate)
+        for new, logical in handed_over.items():
+            positions = [new.position_of(index) for index in logical]
+            self._ledger.renew(new, positions, estate.lineage.latest_written)
 
     def _needs_heir(self, chain: Chain, position: int) -> bool:
         """Whether somebody without a claim uses a block that nobody else protects as well."""
@@ -85,58 +118,60 @@ class Heirs:
         deadline = self._ledger.port.ttl_expire_at(block_id)
         return self._ledger.deadline_of_others(chain, block_id) < deadline
 
-    def _earlier_heir(self, session: Session, block_id: int) -> Session | None:
-        """An heir that holds the block already and can take over the session's lease on it."""
-        if not _has_one_whole_lease(session.lineage):
+    def _earlier_heir(self, estate: Estate, block_id: int) -> Session | None:
+        """An heir that holds the block already and can take over the one lease on it."""
+        if estate.whole_lease is None:
             return None
         heirs = [
             chain.lineage.session
             for chain in self._ledger.index.owners(block_id)
-            if chain.lineage.session.is_heir
+            if chain.lineage.session in self._alive
+            and chain.lineage.session is not estate.heir
             and (not chain.lineage.leases or _has_one_whole_lease(chain.lineage))
         ]
         return max(heirs, key=lambda heir: (heir.lineage.deadline, heir.key), default=None)
 
-    def _prolong(self, heir: Session, lease: Lease, now: float) -> None:
+    def _prolong(self, heir: Session, estate: Estate) -> None:
         """Let an heir protect what it has for as long as another lease would have run."""
+        assert estate.whole_lease is not None
+        ttl, until = estate.whole_lease
         lineage = heir.lineage
-        deadline = max(_would_end(lease, now), lineage.deadline)
+        deadline = max(until, lineage.deadline)
         heir.idle.disarm()
         lineage.end_leases()
         lineage.trim_to = None
-        lineage.leases = [Lease(lineage, lease.ttl, None, deadline)]
+        lineage.leases = [Lease(lineage, ttl, None, deadline)]
         self._ledger.write_deadlines(lineage)
         self._agenda.arm_leases(lineage)
 
     def _hand_over(self, chain: Chain, position: int, heir: Chain) -> None:
         block_id = chain.block_ids[position]
         heir.logical = heir.logical or []
-        heir.logical.append(chain.logical_index(position))
-        heir.put(len(heir), block_id, chain.hashes[position], computed=False)
+        logical = chain.logical_index(position)
+        heir.insert(logical, block_id, chain.hashes[position], computed=False)
         self._ledger.index.hand_over(block_id, chain, heir)
         chain.mark_lost(position)
 
-    def _settle(self, heir: Session, session: Session, now: float) -> None:
-        self._sessions[heir.key] = heir
-        self._alive.add(heir)
-        lineage = heir.lineage
-        lineage.leases = [
-            Lease(lineage, lease.ttl, lease.end_token, _would_end(lease, now))
-            for lease in session.lineage.leases
-        ]
-        lineage.latest_written = session.lineage.latest_written
-        self._ledger.write_deadlines(lineage)
-        if lineage.leases:
-            self._agenda.arm_leases(lineage)
-        else:
-            is_idling = session.idle.is_armed
-            until = session.idle.deadline if is_idling else now + self._idle_seconds
-            self._agenda.arm_idle_limit(heir, until)
-
-
-def _would_end(lease: Lease, now: float) -> float:
-    """When a lease would run out; one that stands still while a request is alive begins now."""
-    return lease.deadline if lease.is_armed else now + lease.ttl
+    def _heir_of(self, estate: Estate) -> Lineage:
+        """The anonymous session that takes over; made for the first block."""
+        if estate.heir is None:
+            giver = estate.lineage.session
+            num_groups = len(estate.lineage.chains)
+            heir = Session(next(self._serial), num_groups, tenant=giver.tenant, is_heir=True)
+            estate.heir = heir
+            self._sessions[heir.key] = heir
+            self._alive.add(heir)
+            lineage = heir.lineage
+            lineage.leases = [
+                Lease(lineage, ttl, end_token, deadline)
+                for ttl, end_token, deadline in estate.leases
+            ]
+            lineage.latest_written = lineage.deadline
+            if lineage.leases:
+                self._agenda.arm_leases(lineage)
+            else:
+                self._agenda.unleased.register(heir.idle, estate.idle_until)
+        return estate.heir.lineage
 
 
 def _has_one_whole_lease(lineage: Lineage) -> bool:

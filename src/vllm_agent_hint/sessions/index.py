@@ -40,6 +40,13 @@ class BlockIndex:
     def is_held_only_by(self, chain: Chain, block_id: int) -> bool:
         return bool(self._owners) and self._owners[block_id] is chain
 
+    def is_held_by_tenant(self, block_id: int, tenant: str) -> bool:
+        return any(chain.lineage.session.tenant == tenant for chain in self.owners(block_id))
+
+    def num_blocks_of(self, tenant: str) -> int:
+        """Blocks that sessions of a tenant record, each once. O(blocks)."""
+        return sum(self.is_held_by_tenant(i, tenant) for i in range(len(self._owners)))
+
     def not_held_alone(self, chain: Chain, block_ids: list[int]) -> list[int]:
         """Positions in ``block_ids`` of blocks that are not recorded by this chain only.
 

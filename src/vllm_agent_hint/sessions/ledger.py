@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from vllm_agent_hint.sessions.blockmeta import BlockMetaPort, BulkMetaUpdate
@@ -75,7 +76,13 @@ class Ledger:
         return found
 
     def drop_replaced(
-        self, chain: Chain, prefix: RecordedPrefix, diff: ChainDiff, *, replaces: bool
+        self,
+        chain: Chain,
+        prefix: RecordedPrefix,
+        diff: ChainDiff,
+        *,
+        replaces: bool,
+        placement: Placement = Placement.BACK,
     ) -> None:
         """End the records of a chain that a request's blocks take the place of.
 
@@ -84,6 +91,7 @@ class Ledger:
             prefix: The request's blocks.
             diff: ``compare(chain, prefix)``.
             replaces: Whether records that the request does not have end. Otherwise they stay.
+            placement: Where the superseded tail enters, of what the session alone has used.
         """
         if chain.logical is not None or prefix.logical is not None:
             keep: Iterable[int] = range(len(chain))
@@ -92,13 +100,15 @@ class Ledger:
                 keep = diff.kept
             chain.keep_only([i for i in keep if chain.block_ids[i] != LOST])
             return
-        dropped = [i for i in diff.dropped if replaces or i < len(prefix.block_ids)]
-        self._release_positions(chain, dropped)
         if replaces:
+            tail = [i for i in diff.dropped if i >= diff.common]
+            self._release_positions(chain, tail, placement=placement)
             chain.truncate(diff.common)
-        for i in dropped:
-            if i < len(chain):
-                chain.mark_lost(i)
+        # The same content in another block, or in none.
+        moved = [i for i in diff.dropped if i < diff.common]
+        self._release_positions(chain, moved)
+        for i in moved:
+            chain.mark_lost(i)
 
     def add(self, chain: Chain, newcomers: Sequence[Newcomer], deadline: float) -> None:
         """Record a request's blocks in a chain, after ``drop_replaced``.
@@ -113,15 +123,28 @@ class Ledger:
             known = set(chain.logical)
             fresh = [new for new in newcomers if new.logical not in known]
             for new in fresh:
-                chain.insert(new.logical, new.block_id, new.block_hash, computed=new.is_computed)
+                computed = new.is_computed or self._computed_beside(chain, new.block_id)
+                chain.insert(new.logical, new.block_id, new.block_hash, computed=computed)
             added = [chain.position_of(new.logical) for new in fresh]
         else:
             for new in newcomers:
                 if new.position > len(chain):
                     break
-                chain.put(new.position, new.block_id, new.block_hash, computed=new.is_computed)
+                computed = new.is_computed or self._computed_beside(chain, new.block_id)
+                chain.put(new.position, new.block_id, new.block_hash, computed=computed)
                 added.append(new.position)
         self._associate(chain, added, deadline)
+
+    def _computed_beside(self, chain: Chain, block_id: int) -> bool:
+        """Whether another lineage of the same session has computed a block. O(owners)."""
+        if not self.index.is_held(block_id):
+            return False
+        logical = self.index.logical_index(block_id)
+        return any(
+            bool(other.computed[other.position_of(logical)])
+            for other in self.index.owners(block_id)
+            if other.lineage.session is chain.lineage.session
+        )
 
     def _associate(self, chain: Chain, positions: Sequence[int], deadline: float) -> None:
         """Count the session on newly recorded blocks."""
@@ -153,6 +176,19 @@ class Ledger:
             for first, last, deadline in reversed(spans):
                 if first < last:
                     self._mark(chain, range(last - 1, first - 1, -1), deadline, own_before)
+
+    def renew(self, chain: Chain, positions: Sequence[int], own_before: float) -> None:
+        """Give some blocks of a chain the deadlines of its leases.
+
+        Args:
+            chain: Whose blocks.
+            positions: Which, tail first.
+            own_before: The latest deadline that they may carry and that nobody gives any more.
+        """
+        for deadline, of_one_lease in groupby(
+            positions, key=lambda i: self._deadline_at(chain, chain.logical_index(i))
+        ):
+            self._mark(chain, list(of_one_lease), deadline, max(own_before, deadline))
 
     def _mark(
         self,
@@ -213,6 +249,16 @@ class Ledger:
             chain.logical = None
         return gained
 
+    def split(self, lineage: Lineage, from_token: int) -> Lineage:
+        """Move the records that begin at or behind a token into a lineage of their own."""
+        tail = Lineage(lineage.session, len(lineage.chains))
+        for chain, moved, layout in zip(lineage.chains, tail.chains, self.layouts, strict=True):
+            chain.cut_off(chain.position_of(-(-from_token // layout.block_size)), moved)
+            for block_id in moved.block_ids:
+                if block_id != LOST:
+                    self.index.hand_over(block_id, chain, moved)
+        return tail
+
     def release_tail(
         self,
         lineage: Lineage,
@@ -244,7 +290,7 @@ class Ledger:
             owners = [chain] * len(block_ids)
             lengths = [first]
         else:
-            records = self._tail_first(lineage, floor_token=floor_token, limit=num_records)
+            records = self.tail_first(lineage, floor_token=floor_token, limit=num_records)
             block_ids = [c.block_ids[i] for c, i in records]
             hashes = [c.hashes[i] for c, i in records]
             owners = [c for c, _ in records]
@@ -257,7 +303,7 @@ class Ledger:
             chain.truncate(length)
         return gained
 
-    def _tail_first(
+    def tail_first(
         self, lineage: Lineage, *, floor_token: int = 0, limit: int | None = None
     ) -> list[tuple[Chain, int]]:
         """The records of a lineage in the order in which they should be reused.
@@ -279,7 +325,13 @@ class Ledger:
             if logical[g][k] * self.layouts[g].block_size >= floor_token
         ][:limit]
 
-    def _release_positions(self, chain: Chain, positions: Sequence[int]) -> None:
+    def _release_positions(
+        self,
+        chain: Chain,
+        positions: Sequence[int],
+        *,
+        placement: Placement = Placement.BACK,
+    ) -> None:
         if not positions:
             return
         tail_first = sorted(positions, reverse=True)
@@ -287,6 +339,7 @@ class Ledger:
             [chain.block_ids[i] for i in tail_first],
             [chain.hashes[i] for i in tail_first],
             [chain] * len(tail_first),
+            placement=placement,
         )
 
     def _release(

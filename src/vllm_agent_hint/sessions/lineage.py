@@ -63,15 +63,17 @@ class Lease(WheelEntry):
         lineage: What it protects.
         ttl: Seconds that it was asked for.
         end_token: First token not protected; None for the whole context.
-        deadline: Monotonic seconds; counts once the lease is armed.
+        deadline: Monotonic seconds; counts once the lease is armed. A leader that waits for its
+            workers keeps its lease beyond it.
     """
 
-    __slots__ = ("end_token", "lineage", "ttl")
+    __slots__ = ("deadline", "end_token", "lineage", "ttl")
 
     def __init__(
         self, lineage: "Lineage", ttl: float, end_token: int | None, deadline: float
     ) -> None:
-        super().__init__(deadline)
+        super().__init__()
+        self.deadline = deadline
         self.lineage = lineage
         self.ttl = ttl
         self.end_token = end_token
@@ -137,6 +139,14 @@ class Chain:
         self.block_ids[position] = LOST
         self.hashes[position] = self.hashes[position][:DIGEST_BYTES]
 
+    def cut_off(self, first: int, tail: "Chain") -> None:
+        """Move the records from a position on into an empty chain."""
+        tail.logical = [self.logical_index(i) for i in range(first, len(self))]
+        tail.block_ids = self.block_ids[first:]
+        tail.hashes = self.hashes[first:]
+        tail.computed = self.computed[first:]
+        self.truncate(first)
+
     def truncate(self, length: int) -> None:
         del self.block_ids[length:], self.hashes[length:], self.computed[length:]
         if self.logical is not None:
@@ -150,7 +160,16 @@ class Lineage:
     along a chain.
     """
 
-    __slots__ = ("chains", "expired_deadline", "latest_written", "leases", "session", "trim_to")
+    __slots__ = (
+        "base_tokens",
+        "chains",
+        "expired_deadline",
+        "latest_written",
+        "leases",
+        "releasing",
+        "session",
+        "trim_to",
+    )
 
     def __init__(self, session: "Session", num_groups: int) -> None:
         self.session = session
@@ -159,9 +178,13 @@ class Lineage:
         self.latest_written = 0.0
         """The latest deadline of this lineage that its blocks may carry, ended leases included."""
         self.trim_to: int | None = None
-        """First token whose records an expired lease still has to let go; None if none."""
+        """First token whose records are being let go, a slice at a time; None if none are."""
+        self.releasing: object | None = None
+        """The ``Release`` that does it."""
         self.expired_deadline = 0.0
         """When the last lease to expire ran out."""
+        self.base_tokens = 0
+        """What a prompt has to share to go on with this one; see ``continuation``."""
 
     def __len__(self) -> int:
         return sum(map(len, self.chains))

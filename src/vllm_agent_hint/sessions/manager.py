@@ -1,32 +1,36 @@
 """SessionAwareManager: the only object of the session core that the engine talks to."""
 
 import math
-from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
-from vllm_agent_hint.hints import MAX_TTL_SECONDS, EditResult, EditStatus, EditType
+from vllm_agent_hint.hints import EditResult, EditStatus, EditType, RetentionResult
+from vllm_agent_hint.sessions import continuation, family
 from vllm_agent_hint.sessions.agenda import Agenda
 from vllm_agent_hint.sessions.blockmeta import BlockMetaPort
-from vllm_agent_hint.sessions.heirs import Heirs
+from vllm_agent_hint.sessions.capacity import Capacity, Clipping
+from vllm_agent_hint.sessions.continuation import Prompt
+from vllm_agent_hint.sessions.evictions import EditRun, Eviction
+from vllm_agent_hint.sessions.heirs import Estate, Heirs
 from vllm_agent_hint.sessions.history import History
-from vllm_agent_hint.sessions.intent import Protection, SessionIntent, SessionKey
-from vllm_agent_hint.sessions.ledger import Ledger, Newcomer
+from vllm_agent_hint.sessions.intent import Edit, Protection, SessionIntent, SessionKey
+from vllm_agent_hint.sessions.ledger import Ledger
 from vllm_agent_hint.sessions.lineage import (
-    LOST,
     ChainDiff,
     GroupLayout,
     Lease,
     Lineage,
     RecordedPrefix,
     compare,
-    eviction_order,
 )
 from vllm_agent_hint.sessions.policy import ReleasePolicy
+from vllm_agent_hint.sessions.releases import Release, Releases
 from vllm_agent_hint.sessions.session import IdleLimit, LiveRequest, Session
 from vllm_agent_hint.sessions.ttl import WheelEntry
-from vllm_agent_hint.settings import Settings
+from vllm_agent_hint.settings import Placement, Settings
 
 
 @dataclass(slots=True)
@@ -36,14 +40,18 @@ class SessionCounters:
     expired: int = 0
     clipped: Counter[str] = field(default_factory=Counter)
     edits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    links_rejected: int = 0
+    superseded_blocks: int = 0
+    superseded_tokens: int = 0
+    superseded_regret_tokens: int = 0
 
 
 class SessionAwareManager:
     """Sessions, their contexts and leases, and the edits on them.
 
-    The engine reports requests at boundaries that exist anyway (added, preempted, finished,
-    blocks reused) and calls ``tick`` once per scheduling step. SAM answers by marking blocks.
-    It never reads a clock: every method that needs one takes monotonic seconds.
+    The engine reports requests at boundaries that exist anyway (added, first scheduled,
+    preempted, finished, blocks reused) and calls ``tick`` once per scheduling step. SAM answers by
+    marking blocks. It never reads a clock: every method that needs one takes monotonic seconds.
 
     Args:
         port: Marks the blocks.
@@ -61,11 +69,9 @@ class SessionAwareManager:
         now: float,
         policy: ReleasePolicy | None = None,
     ) -> None:
-        self._port = port
         self._layouts = tuple(layouts)
         self._settings = settings
         self._policy = policy or ReleasePolicy(expired=settings.expired_enters)
-        self._max_retained = int(settings.protected_share * (port.num_gpu_blocks - 1))
         self.ledger = Ledger(port, layouts)
         self.sessions: dict[Hashable, Session] = {}
         """Least recently used first."""
@@ -73,12 +79,14 @@ class SessionAwareManager:
         self.next_tick_at = math.inf
         """When ``tick`` has something to do next. An attribute: every scheduling step reads it."""
         self.agenda = Agenda(now)
-        self._trimming: deque[Lineage] = deque()
-        """Lineages whose expired records are being let go, a slice at a time."""
         self.history = History(settings.max_history)
         self._serial = count()
         self._heirs = Heirs(
             self.sessions, self.ledger, self.agenda, self._serial, settings.idle_seconds
+        )
+        self.releases = Releases(self.ledger, self._heirs, self.history)
+        self._capacity = Capacity(
+            self.ledger, self.agenda, self.releases, settings, self._settle_without_records
         )
 
     @property
@@ -86,23 +94,56 @@ class SessionAwareManager:
         """Anonymous sessions that evicts have left behind."""
         return len(self._heirs)
 
+    @property
+    def num_records(self) -> int:
+        """(session, block) associations."""
+        return self.ledger.index.num_records
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that run."""
+        return len(self.agenda.leases)
+
     # -- the life of a request -----------------------------------------------------------------
 
-    def request_added(self, intent: SessionIntent) -> LiveRequest | None:
+    def request_added(self, intent: SessionIntent, now: float) -> LiveRequest | None:
         """A hinted request has arrived. Its session's leases stop until it has ended.
 
         Returns:
             A handle for the other calls, or None if there is no room for another session.
         """
-        session = self._use_session(next(self._serial) if intent.key is None else intent.key)
+        session = (
+            self._use_session(next(self._serial), intent.tenant)
+            if intent.key is None
+            else self._use_session(intent.key, intent.key.tenant)
+        )
         if session is None:
             return None
-        if not session.live:
+        if session.live:
+            session.had_company = True
+        else:
             self._suspend(session)
         live = LiveRequest(session, intent)
         session.live.add(live)
+        if intent.parent_session_id is not None:
+            self._become_child(live, intent.parent_session_id, now)
+        for above in family.ancestors(session):
+            self.sessions[above.key] = self.sessions.pop(above.key)
         self._reschedule()
         return live
+
+    def request_scheduled(self, live: LiveRequest, prompt: Prompt) -> None:
+        """A hinted request comes to run, for the first time or again.
+
+        Args:
+            live: The handle from ``request_added``.
+            prompt: Hashes of its complete blocks.
+        """
+        if live.is_placed or live.session.is_freed:
+            return
+        continuation.place(live, prompt, self._layouts)
+        for group, blocks in self.history.asked_again(live.session, prompt):
+            self.counters.superseded_regret_tokens += blocks * self._layouts[group].block_size
 
     def request_preempted(
         self, live: LiveRequest, prefixes: Sequence[RecordedPrefix], now: float
@@ -117,7 +158,7 @@ class SessionAwareManager:
         protections = live.intent.protections or live.session.protections
         self._record(live.held, prefixes, protections, now, replaces=True)
         if before is not None:
-            self._dissolve(before)
+            self._let_go(before)
         self._reschedule()
 
     def request_finished(
@@ -127,42 +168,103 @@ class SessionAwareManager:
         now: float,
         *,
         succeeded: bool,
-    ) -> None:
+    ) -> RetentionResult:
         """A request has ended and still holds its blocks: record its context.
 
         Args:
             live: The handle from ``request_added``.
             prefixes: One per KV cache group; with empty lists if it never ran.
             now: Monotonic seconds.
-            succeeded: Whether it came to a regular end. Otherwise, or while other requests of the
-                session are alive, it may extend the recorded context but never ends any of it.
+            succeeded: Whether it came to a regular end. Otherwise it may extend a recorded context
+                but never ends any of it.
+
+        Returns:
+            What has become of its retention.
         """
         session = live.session
         session.live.discard(live)
+        continuation.leave(live)
         if session.is_freed:
-            return
+            return RetentionResult(
+                status=EditStatus.MISSING, reason="its session was freed while it ran"
+            )
         asked = live.intent.protections
         if asked and (succeeded or not session.protections):
             session.protections = asked
         renewed = session.protections if asked or self._settings.renew else None
-        self._record(
-            session.lineage, prefixes, renewed, now, replaces=succeeded and not session.live
-        )
+        lineage, replaces = self._lineage_for(live, prefixes, succeeded=succeeded)
+        if succeeded and not session.had_company and not live.intent.is_sibling:
+            for other in [other for other in session.lineages if other is not lineage]:
+                self._supersede(other, prefixes)
+        clipping = self._record(lineage, prefixes, renewed, now, replaces=replaces)
         if live.held is not None:
-            self._dissolve(live.held)
+            self._let_go(live.held)
         if succeeded:
-            # What had expired is recorded again, or superseded.
-            self.history.forget(session)
+            self._go_on_with(live, lineage)
         if not session.live:
             self._resume(session, now)
         self._reschedule()
+        return self._retention_of(live, lineage, clipping)
+
+    def _lineage_for(
+        self, live: LiveRequest, prefixes: Sequence[RecordedPrefix], *, succeeded: bool
+    ) -> tuple[Lineage, bool]:
+        """Where to record a request that has ended, and whether it replaces what is there.
+
+        A request that failed may extend what its prompt had in common with, and no more.
+        """
+        session = live.session
+        nearest = live.nearest if live.nearest in session.lineages else None
+        lineage = session.lineage if nearest is None else nearest
+        if not succeeded or not live.is_placed or not len(lineage):
+            return lineage, succeeded
+        if nearest is not None:
+            if continuation.may_replace(live):
+                return lineage, True
+            chains = zip(lineage.chains, prefixes, strict=True)
+            if not any(compare(chain, new).diverged for chain, new in chains):
+                return lineage, False
+        lineage = Lineage(session, len(self._layouts))
+        session.lineages.append(lineage)
+        return lineage, True
+
+    def _go_on_with(self, live: LiveRequest, lineage: Lineage) -> None:
+        """A request has succeeded: its lineage is the session's latest."""
+        session = live.session
+        if live.continues is lineage or not lineage.base_tokens or live.nearest is not lineage:
+            lineage.base_tokens = continuation.base_after(live, lineage, self._layouts)
+        session.lineages.remove(lineage)
+        session.lineages.append(lineage)
+        # What had expired is recorded again, or superseded.
+        self.history.forget(session)
+        while len(session.lineages) > self._settings.max_lineages:
+            oldest = session.lineages.pop(0)
+            self.counters.clipped["max_lineages"] += len(oldest)
+            self._let_go(oldest)
+
+    def _retention_of(
+        self, live: LiveRequest, lineage: Lineage, clipping: Clipping
+    ) -> RetentionResult:
+        blocks = [len(chain) for chain in lineage.chains]
+        status = EditStatus.APPLIED if any(blocks) else EditStatus.MISSING
+        reasons = [live.link_problem] if live.link_problem else []
+        if clipping.blocks:
+            status = EditStatus.CLIPPED
+            reasons.append("clipped by " + ", ".join(clipping.blocks))
+        return RetentionResult(
+            status=status,
+            blocks=sum(blocks),
+            tokens=max(n * lay.block_size for n, lay in zip(blocks, self._layouts, strict=True)),
+            bounds=list(clipping.blocks),
+            reason="; ".join(reasons),
+        )
 
     # -- time ----------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Expire what has fallen due, a slice at a time. Call when ``next_tick_at`` has passed."""
-        self._expire_all(self.agenda.advance(now))
-        self._trim(self._settings.release_slice)
+        """Expire what has fallen due, and release a slice. Call when ``next_tick_at`` is over."""
+        self._expire_all(self.agenda.advance(now), now)
+        self.releases.work(self._settings.release_slice)
         self._reschedule()
 
     def release_due(self, now: float, num_blocks: int) -> int:
@@ -177,46 +279,76 @@ class SessionAwareManager:
         Returns:
             How many it got.
         """
-        self._expire_all(self.agenda.take_due_claims(now))
+        self._expire_all(self.agenda.take_due_claims(now), now)
         budget = 4 * num_blocks + 64
         gained = 0
-        while self._trimming and gained < num_blocks and budget > 0:
+        while len(self.releases) and gained < num_blocks and budget > 0:
             step = min(num_blocks - gained, budget)
-            gained += self._trim(step)
+            gained += self.releases.work(step)
             budget -= step
         self._reschedule()
         return gained
 
+    def finish_releases(self) -> None:
+        """Release all that is being let go, without a pause."""
+        while len(self.releases):
+            self.releases.work(self._settings.max_records + 1)
+        self._reschedule()
+
     def reset(self, now: float) -> None:
         """The prefix cache was emptied and every scalar is zero: only the sessions stay."""
-        self.agenda.clear()
-        self._trimming.clear()
         self.ledger.clear()
         for session in list(self.sessions.values()):
+            for lineage in session.lineages:
+                lineage.end_leases()
+                lineage.trim_to = None
             session.lineages = [Lineage(session, len(self._layouts))]
-            self.history.forget(session)
+            self.history.forget_all(session)
             for live in session.live:
-                live.held = None
+                live.held = live.nearest = live.continues = None
+                live.shared_tokens = 0
+        self.releases.abandon()
+        self.agenda.clear()
+        for session in list(self.sessions.values()):
             if not session.live:
                 self._resume(session, now)
         self._reschedule()
 
     # -- edits ---------------------------------------------------------------------------------
 
-    def apply_edits(
-        self, key: SessionKey, edits: Sequence[EditType], now: float
-    ) -> list[EditResult]:
-        """Run edits on a session's recorded context, in order."""
-        results = [self._apply_edit(key, edit, now) for edit in edits]
-        self._reschedule()
-        return [self._counted(result) for result in results]
+    def start_edits(
+        self,
+        key: SessionKey,
+        edits: Sequence[Edit],
+        now: float,
+        on_done: Callable[[list[EditResult]], None],
+    ) -> None:
+        """Run edits on a session's recorded context, in order.
 
-    def reject_edits(self, edits: Sequence[EditType], reason: str) -> list[EditResult]:
+        They count from now on. What they release is released a slice at a time, with each
+        ``tick``; ``on_done`` gets the results when nothing is left of it, which may be at once.
+        """
+        run = EditRun(len(edits), self.counters_of_edits, on_done)
+        for k, edit in enumerate(edits):
+            self._start_edit(key, edit, now, partial(run.settle, k))
+        if len(self.releases):
+            self.releases.work(self._settings.release_slice)
+        self._reschedule()
+
+    def apply_edits(self, key: SessionKey, edits: Sequence[Edit], now: float) -> list[EditResult]:
+        """The same at once, however long it takes."""
+        results: list[EditResult] = []
+        self.start_edits(key, edits, now, results.extend)
+        self.finish_releases()
+        return results
+
+    def reject_edits(self, edits: Sequence[Edit], reason: str) -> list[EditResult]:
         """Account for edits that must not run, such as those of an aborted request."""
-        return [
-            self._counted(EditResult(type=edit, status=EditStatus.REJECTED, reason=reason))
-            for edit in edits
+        results = [
+            EditResult(type=edit.type, status=EditStatus.REJECTED, reason=reason) for edit in edits
         ]
+        self.counters_of_edits(results)
+        return results
 
     def free_session(self, key: SessionKey) -> bool:
         """Forget a session. Requests of it that are still running leave nothing behind.
@@ -227,73 +359,89 @@ class SessionAwareManager:
         session = self.sessions.get(key)
         if session is None:
             return False
-        self.ledger.release_all(session.lineage, placement=self._policy.evicted)
-        self._free(session)
+        self._free(session, placement=self._policy.evicted)
         self._reschedule()
         return True
 
     def free_all_sessions(self) -> None:
-        """Forget every session, the anonymous ones included."""
+        """Forget every session, the anonymous ones included, and those that evicts still make."""
+        self.finish_releases()
         for session in list(self.sessions.values()):
             self._free(session)
-        self._reschedule()
+        self.finish_releases()
 
-    def _apply_edit(self, key: SessionKey, edit: EditType, now: float) -> EditResult:
-        if edit is not EditType.EVICT:
-            return EditResult(
-                type=edit,
-                status=EditStatus.UNSUPPORTED,
-                reason="no KV connector that could do it is in use",
-            )
+    def counters_of_edits(self, results: Iterable[EditResult]) -> None:
+        """Count outcomes."""
+        for result in results:
+            self.counters.edits[result.type.value, result.status.value] += 1
+
+    def _start_edit(
+        self, key: SessionKey, edit: Edit, now: float, done: Callable[[EditResult], None]
+    ) -> None:
         session = self.sessions.get(key)
-        if session is None:
-            return EditResult(
-                type=edit,
-                status=EditStatus.MISSING,
-                reason="nothing is recorded for this session",
+        if edit.type is not EditType.EVICT:
+            reason = "no KV connector that could do it is in use"
+            if not self._settings.pooling:
+                reason = "VLLM_AGENT_HINT_POOLING is 0"
+            done(EditResult(type=edit.type, status=EditStatus.UNSUPPORTED, reason=reason))
+        elif session is None:
+            reason = "nothing is recorded for this session"
+            done(EditResult(type=edit.type, status=EditStatus.MISSING, reason=reason))
+        elif edit.include_children:
+            eviction = Eviction(self._layouts, done)
+            for member in list(family.tree(session)):
+                self._evict(member, eviction, now)
+                self._free(member)
+                eviction.num_freed += 1
+            eviction.close()
+        elif edit.has_range:
+            self._evict_range(session, edit, now, done)
+        else:
+            eviction = Eviction(self._layouts, done)
+            self._evict(session, eviction, now)
+            eviction.close()
+
+    def _evict(self, session: Session, eviction: Eviction, now: float) -> None:
+        eviction.had_expired |= bool(session.history)
+        lineages, session.lineages = session.lineages, [Lineage(session, len(self._layouts))]
+        for lineage in reversed(lineages):
+            estate = eviction.take(lineage, self._heirs.estate_of(lineage, now))
+            self._let_go(
+                lineage, placement=self._policy.evicted, estate=estate, on_done=eviction.close
             )
-        return self._evict(session, now)
-
-    def _counted(self, result: EditResult) -> EditResult:
-        self.counters.edits[result.type.value, result.status.value] += 1
-        return result
-
-    def _evict(self, session: Session, now: float) -> EditResult:
-        lineage = session.lineage
-        resident = [sum(b != LOST for b in chain.block_ids) for chain in lineage.chains]
-        had_expired = bool(session.history)
-        spared = self._heirs.inherit(session, now)
-        self.ledger.release_all(lineage, placement=self._policy.evicted)
-        lineage.end_leases()
-        self.history.forget(session)
+        self.history.forget_all(session)
         if not session.live:
             self._resume(session, now)
-        if not any(resident):
-            return EditResult(
-                type=EditType.EVICT,
-                status=EditStatus.APPLIED if had_expired else EditStatus.MISSING,
-                reason="its context had expired"
-                if had_expired
-                else "none of its context is in the cache",
+
+    def _evict_range(
+        self, session: Session, edit: Edit, now: float, done: Callable[[EditResult], None]
+    ) -> None:
+        """End the claims in a range, and those behind it, which can't be hit any more."""
+        start, end = edit.start_token, edit.end_token
+        assert end is not None
+        eviction = Eviction(self._layouts, done, range_end=end, range_start=start)
+        for lineage in session.lineages:
+            tail = self.ledger.split(lineage, start)
+            if not len(tail):
+                continue
+            estate = eviction.take(tail, self._heirs.estate_of(lineage, now))
+            tail.latest_written = max(lineage.latest_written, lineage.deadline)
+            _end_leases_at(lineage, start)
+            self._let_go(
+                tail, placement=self._policy.evicted, estate=estate, on_done=eviction.close
             )
-        return EditResult(
-            type=EditType.EVICT,
-            status=EditStatus.APPLIED,
-            blocks=sum(resident),
-            tokens=max(
-                n * layout.block_size for n, layout in zip(resident, self._layouts, strict=True)
-            ),
-            reason=f"{spared} of the blocks stay cached for others that use them" if spared else "",
-        )
+        if not session.live:
+            self._resume(session, now)
+        eviction.close()
 
     # -- sessions ------------------------------------------------------------------------------
 
-    def _use_session(self, key: Hashable) -> Session | None:
+    def _use_session(self, key: Hashable, tenant: str) -> Session | None:
         session = self.sessions.pop(key, None)
         if session is None:
             if not self._make_room():
                 return None
-            session = Session(key, len(self._layouts))
+            session = Session(key, len(self._layouts), tenant=tenant)
         self.sessions[key] = session
         return session
 
@@ -315,46 +463,120 @@ class SessionAwareManager:
         self._free(victim)
         return True
 
+    def _become_child(self, live: LiveRequest, parent_id: str, now: float) -> None:
+        """Link a request's session to the parent that it names; an unknown one is made."""
+        child, key = live.session, live.session.key
+        assert isinstance(key, SessionKey)
+        parent_key = key._replace(session_id=parent_id)
+        parent = self.sessions.get(parent_key)
+        is_new = parent is None
+        if parent is None:
+            parent = self._use_session(parent_key, child.tenant)
+        if parent is None:
+            live.link_problem = "there is no room for its parent (max_sessions)"
+        else:
+            live.link_problem = family.why_not_link(child, parent, self._settings.max_depth)
+        if parent is None or live.link_problem:
+            self.counters.links_rejected += 1
+        else:
+            before = child.parent
+            family.link(child, parent)
+            if before is not None and before is not parent:
+                self._child_rests(before)
+        if parent is not None and is_new:
+            self.agenda.idle.register(parent.idle, now + self._settings.idle_seconds)
+
+    def _child_rests(self, parent: Session | None) -> None:
+        """A child has nothing alive any more: a lease that outlasted its end for it ends."""
+        if parent is None or family.waits_for_children(parent):
+            return
+        for lease in list(parent.leases):
+            if lease.is_armed and lease.due_at > lease.deadline:
+                lease.disarm()
+                self._expire_lease(lease)
+
     def _suspend(self, session: Session) -> None:
         """A request of the session is alive: nothing of it falls due."""
         session.idle.disarm()
-        session.lineage.trim_to = None
-        for lease in session.lineage.leases:
-            lease.disarm()
+        for lineage in session.lineages:
+            lineage.trim_to = None
+            for lease in lineage.leases:
+                lease.disarm()
 
     def _resume(self, session: Session, now: float) -> None:
         """No request of the session is alive any more: its leases run."""
-        if session.lineage.leases:
-            self.agenda.arm_leases(session.lineage)
+        session.idle.disarm()
+        if any(lineage.leases for lineage in session.lineages):
+            for lineage in session.lineages:
+                self.agenda.arm_leases(lineage)
             return
+        self._rest(session, now + self._settings.idle_seconds)
+        self._child_rests(session.parent)
+
+    def _rest(self, session: Session, until: float) -> None:
+        """A session has neither a request alive nor a lease."""
         if session.is_anonymous:
             self._free(session)
-            return
-        self.agenda.arm_idle_limit(session, now + self._settings.idle_seconds)
+        else:
+            self.agenda.arm_idle_limit(session, until)
 
-    def _free(self, session: Session) -> None:
+    def _free(self, session: Session, *, placement: Placement = Placement.BACK) -> None:
         session.is_freed = True
         del self.sessions[session.key]
         self._heirs.forget(session)
         session.idle.disarm()
-        self._dissolve(session.lineage)
+        for lineage in session.lineages:
+            self._let_go(lineage, placement=placement)
         for live in session.live:
             if live.held is not None:
-                self._dissolve(live.held)
+                self._let_go(live.held)
                 live.held = None
-        self.history.forget(session)
-        if not self.sessions:
-            self.ledger.forget_hits()
+        self.history.forget_all(session)
+        family.disband(session)
+        self._child_rests(family.leave_parent(session))
 
-    def _dissolve(self, lineage: Lineage) -> None:
-        self.ledger.release_all(lineage)
+    def _let_go(
+        self,
+        lineage: Lineage,
+        *,
+        placement: Placement = Placement.BACK,
+        estate: Estate | None = None,
+        on_done: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Give a context up that no session has any more; its claims end a slice at a time."""
+        lineage.latest_written = max(lineage.latest_written, lineage.deadline)
         lineage.end_leases()
+        if len(lineage):
+            self.releases.add(Release(lineage, placement, on_done, estate=estate))
+        else:
+            on_done()
+
+    def _supersede(self, lineage: Lineage, by: Sequence[RecordedPrefix]) -> None:
+        """A session has gone on with another prompt: what that does not share is over."""
+        session = lineage.session
+        hashes = [prefix.hashes if prefix.logical is None else [] for prefix in by]
+        shared = continuation.shared_tokens(lineage, hashes, self._layouts)
+        for group, chain in enumerate(lineage.chains):
+            if chain.logical is None:
+                first = shared // self._layouts[group].block_size
+                self._note_superseded(session, group, first, chain.hashes[first:])
+        session.lineages.remove(lineage)
+        self._let_go(lineage)
+
+    def _note_superseded(
+        self, session: Session, group: int, first: int, hashes: Sequence[bytes]
+    ) -> None:
+        self.counters.superseded_blocks += len(hashes)
+        self.counters.superseded_tokens += len(hashes) * self._layouts[group].block_size
+        self.history.supersede(session, group, first, hashes)
 
     def _reschedule(self) -> None:
-        if self._trimming:
+        if len(self.releases):
             self.next_tick_at = -math.inf
-        else:
-            self.next_tick_at = self.agenda.next_at
+            return
+        self.next_tick_at = self.agenda.next_at
+        if not self.sessions:
+            self.ledger.forget_hits()
 
     # -- recording -----------------------------------------------------------------------------
 
@@ -366,7 +588,7 @@ class SessionAwareManager:
         now: float,
         *,
         replaces: bool,
-    ) -> None:
+    ) -> Clipping:
         """Make a lineage hold a request's blocks, under leases that begin now.
 
         With ``protections`` None, under the leases that it has.
@@ -383,16 +605,22 @@ class SessionAwareManager:
         ]
         # The old leases stand until what they alone protect has been released.
         for chain, new, diff in zip(lineage.chains, prefixes, diffs, strict=True):
-            self.ledger.drop_replaced(chain, new, diff, replaces=replaces)
-        self._clip_to_records(newcomers)
-        self._clip_to_share(newcomers)
+            if replaces and diff.diverged and chain.logical is None:
+                tail = chain.hashes[diff.common :]
+                self._note_superseded(lineage.session, chain.group, diff.common, tail)
+            self.ledger.drop_replaced(
+                chain, new, diff, replaces=replaces, placement=self._policy.superseded
+            )
+        clipping = self._capacity.make_room(lineage.session.tenant, newcomers)
         if protections is not None:
             lineage.end_leases()
-            lineage.leases = _lay_leases(lineage, protections, now)
+            lineage.leases = self._lay_leases(lineage, protections, now, clipping)
         lineage.trim_to = None
         for chain, fresh in zip(lineage.chains, newcomers, strict=True):
             self.ledger.add(chain, fresh, lineage.deadline)
         self.ledger.write_deadlines(lineage)
+        self.counters.clipped.update(clipping.blocks)
+        return clipping
 
     def _falls_short(self, lineage: Lineage, prefixes: Sequence[RecordedPrefix]) -> bool:
         return any(
@@ -401,161 +629,112 @@ class SessionAwareManager:
             if not layout.is_checkpoint
         )
 
-    def _clip_to_records(self, newcomers: list[list[Newcomer]]) -> None:
-        """Drop newcomers that the bound on records has no room for; the tail goes first."""
-        room = self._settings.max_records - self.ledger.index.num_records
-        excess = sum(map(len, newcomers)) - max(0, room)
+    def _lay_leases(
+        self,
+        lineage: Lineage,
+        protections: Sequence[Protection],
+        now: float,
+        clipping: Clipping,
+    ) -> list[Lease]:
+        """Leases that begin now, rising in their end and falling in their deadline."""
+        leases: list[Lease] = []
+        for asked in sorted(
+            protections, key=lambda p: math.inf if p.end_token is None else p.end_token
+        ):
+            ttl = min(asked.ttl, self._settings.max_ttl)
+            if ttl < asked.ttl:
+                clipping.blocks["max_ttl"] += 1
+            lease = Lease(lineage, ttl, asked.end_token, now + ttl)
+            while leases and leases[-1].deadline <= lease.deadline:
+                leases.pop()
+            reaches_further = not leases or leases[-1].end_token != lease.end_token
+            if ttl > 0 and reaches_further and asked.end_token != 0:
+                leases.append(lease)
+        excess = len(leases) - self._settings.max_protections
         if excess > 0:
-            clipped = self._clip(newcomers, excess, {})
-            self.counters.clipped["max_records"] += clipped
-
-    def _clip_to_share(self, newcomers: list[list[Newcomer]]) -> None:
-        """Keep sessions within the protected share: soonest leases give way, then newcomers."""
-        excess, _ = self._beyond_share(newcomers)
-        if excess > 0:
-            self._give_way(excess)
-            # What gave way may have been shared with the newcomers: weigh them again.
-            excess, weight = self._beyond_share(newcomers)
-            if excess > 0:
-                clipped = self._clip(newcomers, excess, weight)
-                self.counters.clipped["protected_share"] += clipped
-
-    def _beyond_share(self, newcomers: list[list[Newcomer]]) -> tuple[int, dict[int, int]]:
-        """Blocks over the protected share if all newcomers came, and what each would add to it."""
-        weight = {
-            new.block_id: 0 if self.ledger.index.is_held(new.block_id) else 1
-            for group in newcomers
-            for new in group
-        }
-        return self._port.num_retained_blocks + sum(weight.values()) - self._max_retained, weight
-
-    def _clip(self, newcomers: list[list[Newcomer]], excess: int, weight: dict[int, int]) -> int:
-        """Remove newcomers, tail first, until their weight has fallen by ``excess``."""
-        order = eviction_order(self._layouts, [[new.logical for new in g] for g in newcomers])
-        lengths = [len(group) for group in newcomers]
-        clipped = 0
-        for group, k in order:
-            if excess <= 0:
-                break
-            excess -= weight.get(newcomers[group][k].block_id, 1)
-            lengths[group] = k
-            clipped += 1
-        for group, length in enumerate(lengths):
-            del newcomers[group][length:]
-        return clipped
-
-    def _give_way(self, num_blocks: int) -> int:
-        """Release what has no lease, then the leases that fall due soonest, tail first.
-
-        Returns:
-            How many retained blocks fewer there are.
-        """
-        before = self._port.num_retained_blocks
-        budget = 4 * num_blocks + 64
-        while budget > 0:
-            gained = before - self._port.num_retained_blocks
-            step = min(num_blocks - gained, budget)
-            if step <= 0:
-                break
-            if self._trimming:
-                self._trim(step)
-                budget -= step
-                continue
-            entry = self.agenda.next_to_give_way()
-            if entry is None:
-                break
-            session = _session_of(entry)
-            held = len(session.lineage)
-            self.ledger.release_tail(session.lineage, step)
-            budget -= max(1, held - len(session.lineage))
-            if not len(session.lineage):
-                self._settle_without_records(session, entry.deadline)
-        return before - self._port.num_retained_blocks
-
-    def _settle_without_records(self, session: Session, deadline: float) -> None:
-        session.lineage.end_leases()
-        session.idle.disarm()
-        if session.is_anonymous:
-            self._free(session)
-        else:
-            self.agenda.arm_idle_limit(session, deadline + self._settings.idle_seconds)
+            clipping.blocks["max_protections"] += excess
+            del leases[-excess:]
+        return leases
 
     # -- expiry --------------------------------------------------------------------------------
 
-    def _expire_all(self, entries: Iterable[WheelEntry]) -> None:
+    def _expire_all(self, entries: Iterable[WheelEntry], now: float) -> None:
         for entry in entries:
             if isinstance(entry, Lease):
-                self.counters.expired += 1
-                self._expire_lease(entry)
+                if not self._waits_for_workers(entry, now):
+                    self._expire_lease(entry)
             elif isinstance(entry, IdleLimit):
                 self._expire_idle(entry)
 
+    def _waits_for_workers(self, lease: Lease, now: float) -> bool:
+        """Let the last lease of a leader outlast its end while a worker is at it, for a while."""
+        session = lease.lineage.session
+        limit = lease.deadline + self._settings.leader_wait_seconds
+        if max(lease.due_at, now) >= limit or not family.waits_for_children(session):
+            return False
+        if sum(1 for _ in session.leases) > 1:
+            return False
+        self.agenda.leases.register(lease, limit)
+        return True
+
     def _expire_lease(self, lease: Lease) -> None:
+        self.counters.expired += 1
         lineage = lease.lineage
         where = lineage.leases.index(lease)
         for shorter in lineage.leases[where:]:
             shorter.disarm()
         del lineage.leases[where:]
-        lineage.trim_to = (lineage.leases[-1].end_token or 0) if lineage.leases else 0
         lineage.expired_deadline = lease.deadline
-        self._trimming.append(lineage)
+        from_token = (lineage.leases[-1].end_token or 0) if lineage.leases else 0
+        self._let_expire(lineage, from_token)
+        if not lineage.session.is_busy:
+            self._child_rests(lineage.session.parent)
 
     def _expire_idle(self, limit: IdleLimit) -> None:
-        lineage = limit.session.lineage
-        if len(lineage):
-            lineage.trim_to = 0
-            self._trimming.append(lineage)
+        session = limit.session
+        if session.num_records:
+            for lineage in list(session.lineages):
+                # It is forgotten right after its blocks.
+                lineage.expired_deadline = limit.due_at - self._settings.idle_seconds
+                self._let_expire(lineage, 0)
+        elif family.waits_for_children(session):
+            self.agenda.idle.register(limit, limit.due_at + self._settings.idle_seconds)
         else:
-            self._free(limit.session)
+            self._free(session)
 
-    def _trim(self, budget: int) -> int:
-        """Let go of what has expired, at most ``budget`` records.
+    def _let_expire(self, lineage: Lineage, from_token: int) -> None:
+        release = Release(
+            lineage, self._policy.expired, partial(self._has_expired, lineage), is_expiry=True
+        )
+        self.releases.add(release, from_token=from_token)
 
-        Returns:
-            Blocks that became ordinary and free.
-        """
-        gained = 0
-        while self._trimming and budget > 0:
-            lineage = self._trimming[0]
-            if lineage.trim_to is None:
-                self._trimming.popleft()
-                continue
-            hashes: list[bytes] = []
-            gained += self.ledger.release_tail(
-                lineage,
-                budget,
-                floor_token=lineage.trim_to,
-                placement=self._policy.expired,
-                history=hashes,
-            )
-            self.history.remember(lineage.session, hashes)
-            budget -= len(hashes)
-            if budget > 0:
-                self._trimming.popleft()
-                lineage.trim_to = None
-                if not lineage.leases:
-                    self._settle_without_records(lineage.session, lineage.expired_deadline)
-        return gained
+    def _has_expired(self, lineage: Lineage) -> None:
+        """Nothing is left of what a lease has protected to its end."""
+        if not lineage.leases and not lineage.session.is_freed:
+            self._settle_without_records(lineage, lineage.expired_deadline)
+
+    def _settle_without_records(self, lineage: Lineage, ended_at: float) -> None:
+        """A lineage holds nothing any more, and its session may be at rest."""
+        session = lineage.session
+        lineage.end_leases()
+        lineage.base_tokens = 0
+        if len(session.lineages) > 1:
+            session.lineages.remove(lineage)
+        if any(other.leases for other in session.lineages):
+            return
+        session.idle.disarm()
+        self._rest(session, ended_at + self._settings.idle_seconds)
 
 
-def _session_of(entry: WheelEntry) -> Session:
-    if isinstance(entry, Lease):
-        return entry.lineage.session
-    assert isinstance(entry, IdleLimit)
-    return entry.session
-
-
-def _lay_leases(lineage: Lineage, protections: Sequence[Protection], now: float) -> list[Lease]:
-    """Leases that begin now, rising in their end and falling in their deadline."""
-    leases: list[Lease] = []
-    for asked in sorted(
-        protections, key=lambda p: math.inf if p.end_token is None else p.end_token
-    ):
-        ttl = min(asked.ttl, MAX_TTL_SECONDS)
-        lease = Lease(lineage, ttl, asked.end_token, now + ttl)
-        while leases and leases[-1].deadline <= lease.deadline:
-            leases.pop()
-        reaches_further = not leases or leases[-1].end_token != lease.end_token
-        if ttl > 0 and reaches_further:
-            leases.append(lease)
-    return leases
+def _end_leases_at(lineage: Lineage, end_token: int) -> None:
+    """Shorten the leases of a lineage to what is left of it."""
+    kept: list[Lease] = []
+    for lease in lineage.leases:
+        reaches = lease.end_token is None or lease.end_token > end_token
+        if reaches and (not end_token or (kept and kept[-1].end_token == end_token)):
+            lease.disarm()
+            continue
+        if reaches:
+            lease.end_token = end_token
+        kept.append(lease)
+    lineage.leases = kept

@@ -15,7 +15,9 @@ class ReleasePolicy:
         expired: Its lease has run out. At the back it waits for its turn behind what is there
             already; at the front it is reused before ordinary blocks that were used later.
         evicted: Its session was evicted or freed, and nobody else has use for it.
+        superseded: A later turn of its session does not repeat it, and nobody else has use for it.
     """
 
     expired: Placement = Placement.BACK
     evicted: Placement = Placement.FRONT
+    superseded: Placement = Placement.FRONT

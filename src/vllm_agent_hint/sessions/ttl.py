@@ -9,16 +9,15 @@ _NUM_SLOTS: Final = int(HORIZON_SECONDS / TICK_SECONDS) + 2
 
 
 class WheelEntry:
-    """Something with a deadline. Lives in at most one slot of one wheel.
+    """Something that falls due. Lives in at most one slot of one wheel.
 
-    Args:
-        deadline: Monotonic seconds.
+    ``due_at`` is in monotonic seconds and counts while the entry is armed.
     """
 
-    __slots__ = ("_slot", "_wheel", "deadline")
+    __slots__ = ("_slot", "_wheel", "due_at")
 
-    def __init__(self, deadline: float = 0.0) -> None:
-        self.deadline = deadline
+    def __init__(self) -> None:
+        self.due_at = 0.0
         self._wheel: TTLManager | None = None
         self._slot = 0
 
@@ -56,16 +55,16 @@ class TTLManager:
         """When ``advance`` is worth calling next; infinity while the wheel is empty. O(1)."""
         return (self._tick + 1) * TICK_SECONDS if self._num_entries else math.inf
 
-    def register(self, entry: WheelEntry, deadline: float) -> None:
+    def register(self, entry: WheelEntry, due_at: float) -> None:
         """Arm an entry, or move it.
 
-        A deadline beyond the wheel's horizon waits in the last slot, and again from there. That
-        is every deadline for a wheel that was empty, and so not advanced, for an hour.
+        A time beyond the wheel's horizon waits in the last slot, and again from there. That
+        is every time for a wheel that was empty, and so not advanced, for an hour.
         """
         entry.disarm()
-        tick = math.floor(deadline / TICK_SECONDS)
+        tick = math.floor(due_at / TICK_SECONDS)
         slot = min(max(tick, self._tick), self._tick + _NUM_SLOTS - 1) % _NUM_SLOTS
-        entry.deadline = deadline
+        entry.due_at = due_at
         entry._wheel = self
         entry._slot = slot
         self._slots[slot][entry] = None
@@ -86,17 +85,17 @@ class TTLManager:
             self._tick = target
         due: list[WheelEntry] = []
         for entry in self._disarm(finished):
-            if entry.deadline < target * TICK_SECONDS:
+            if entry.due_at < target * TICK_SECONDS:
                 due.append(entry)
             else:
-                self.register(entry, entry.deadline)
+                self.register(entry, entry.due_at)
         return due
 
     def take_due(self, now: float) -> list[WheelEntry]:
-        """Disarm and return every entry with ``deadline <= now``, soonest first."""
+        """Disarm and return every entry with ``due_at <= now``, soonest first."""
         due = self.advance(now)
         return due + self._disarm(
-            [e for e in self._slots[self._tick % _NUM_SLOTS] if e.deadline <= now]
+            [e for e in self._slots[self._tick % _NUM_SLOTS] if e.due_at <= now]
         )
 
     def soonest(self) -> WheelEntry | None:
@@ -105,11 +104,11 @@ class TTLManager:
             return None
         soonest: WheelEntry | None = None
         for tick in range(self._tick, self._tick + _NUM_SLOTS):
-            # An entry lies in the slot of its deadline, or before it: see ``register``.
-            if soonest is not None and soonest.deadline < tick * TICK_SECONDS:
+            # An entry lies in the slot of its time, or before it: see ``register``.
+            if soonest is not None and soonest.due_at < tick * TICK_SECONDS:
                 break
             for entry in self._slots[tick % _NUM_SLOTS]:
-                if soonest is None or entry.deadline < soonest.deadline:
+                if soonest is None or entry.due_at < soonest.due_at:
                     soonest = entry
         return soonest
 
@@ -121,7 +120,7 @@ class TTLManager:
     def _disarm(self, entries: list[WheelEntry]) -> list[WheelEntry]:
         for entry in entries:
             self._take_out(entry)
-        return sorted(entries, key=lambda entry: entry.deadline)
+        return sorted(entries, key=lambda entry: entry.due_at)
 
     def _take_out(self, entry: WheelEntry) -> None:
         del self._slots[entry._slot][entry]

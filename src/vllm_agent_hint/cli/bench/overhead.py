@@ -207,8 +207,10 @@ def _record_sessions(pool: AgentBlockPool, num_sessions: int) -> SessionAwareMan
 
 
 def _record(sam: SessionAwareManager, name: str, prefix: RecordedPrefix, now: float) -> None:
-    live = sam.request_added(SessionIntent(SessionKey("", None, name), None, (Protection(TTL),)))
+    intent = SessionIntent(SessionKey("", None, name), None, (Protection(TTL),))
+    live = sam.request_added(intent, now)
     assert live is not None
+    sam.request_scheduled(live, [prefix.hashes])
     sam.request_finished(live, [prefix], now, succeeded=True)
 
 
@@ -336,8 +338,9 @@ class _HintedTurn(_StockTurn):
 
     def _hinted(self, request: Any, intent: SessionIntent) -> None:
         manager = self.manager
-        live = self._sam.request_added(intent)
+        live = self._sam.request_added(intent, time.monotonic())
         assert live is not None
+        self._sam.request_scheduled(live, manager.prompt_hashes(request))
         manager.tracked[request.request_id] = TrackedRequest(live)
         blocks, num_cached, _ = manager.get_computed_blocks(request)
         manager.allocate_slots(request, request.num_tokens - num_cached, num_cached, blocks)

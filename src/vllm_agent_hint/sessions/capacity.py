@@ -1,0 +1,169 @@
+"""The bounds on what sessions hold: who gives way, and what of a newcomer is clipped."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from vllm_agent_hint.sessions.agenda import Agenda
+from vllm_agent_hint.sessions.ledger import Ledger, Newcomer
+from vllm_agent_hint.sessions.lineage import GroupLayout, Lease, Lineage, eviction_order
+from vllm_agent_hint.sessions.releases import Releases
+from vllm_agent_hint.sessions.session import IdleLimit
+from vllm_agent_hint.sessions.ttl import WheelEntry
+from vllm_agent_hint.settings import Settings
+
+Newcomers = list[list[Newcomer]]
+"""Per KV cache group, in token order."""
+
+
+@dataclass(slots=True)
+class Clipping:
+    """What the bounds have kept a request from recording.
+
+    Args:
+        blocks: By the name of the bound, which is that of its setting.
+    """
+
+    blocks: Counter[str] = field(default_factory=Counter)
+
+
+class Capacity:
+    """Keeps sessions within the bounds on records, pool share and tenant share.
+
+    Above the share the lease that falls due soonest gives way first, from its tail; then the
+    newcomer is clipped from its own.
+
+    Args:
+        ledger: The accounts.
+        agenda: Says who is due soonest.
+        releases: Finished first, before anybody gives way.
+        settings: The bounds.
+        on_emptied: Told of a lineage that has given way to its last record.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        agenda: Agenda,
+        releases: Releases,
+        settings: Settings,
+        on_emptied: Callable[[Lineage, float], None],
+    ) -> None:
+        self._ledger = ledger
+        self._agenda = agenda
+        self._releases = releases
+        self._layouts: Sequence[GroupLayout] = ledger.layouts
+        self._on_emptied = on_emptied
+        self._max_records = settings.max_records
+        self._max_retained = int(settings.protected_share * (ledger.port.num_gpu_blocks - 1))
+        self._max_of_tenant = int(settings.tenant_share * self._max_retained)
+
+    def make_room(self, tenant: str, newcomers: Newcomers) -> Clipping:
+        """Bring newcomers within the bounds; clips the lists that it is given."""
+        clipping = Clipping()
+        self._fit_records(newcomers, clipping)
+        self._fit_share(newcomers, clipping)
+        if self._max_of_tenant < self._max_retained:
+            self._fit_tenant(tenant, newcomers, clipping)
+        return clipping
+
+    def _fit_records(self, newcomers: Newcomers, clipping: Clipping) -> None:
+        excess = self._beyond_records(newcomers)
+        budget = 4 * excess + 64
+        while excess > 0 and budget > 0 and len(self._releases):
+            step = min(excess, budget)
+            self._releases.work(step)
+            budget -= step
+            excess = self._beyond_records(newcomers)
+        if excess > 0:
+            clipping.blocks["max_records"] += self._clip(newcomers, excess, {})
+
+    def _fit_share(self, newcomers: Newcomers, clipping: Clipping) -> None:
+        excess, _ = self._beyond_share(newcomers)
+        if excess > 0:
+            self.give_way(excess)
+            # What gave way may have been shared with the newcomers: weigh them again.
+            excess, weight = self._beyond_share(newcomers)
+            if excess > 0:
+                clipping.blocks["protected_share"] += self._clip(newcomers, excess, weight)
+
+    def _fit_tenant(self, tenant: str, newcomers: Newcomers, clipping: Clipping) -> None:
+        index = self._ledger.index
+        weight = {
+            new.block_id: 0 if index.is_held_by_tenant(new.block_id, tenant) else 1
+            for group in newcomers
+            for new in group
+        }
+        excess = index.num_blocks_of(tenant) + sum(weight.values()) - self._max_of_tenant
+        if excess > 0:
+            clipping.blocks["tenant_share"] += self._clip(newcomers, excess, weight)
+
+    def _beyond_records(self, newcomers: Newcomers) -> int:
+        room = self._max_records - self._ledger.index.num_records
+        return sum(map(len, newcomers)) - max(0, room)
+
+    def _beyond_share(self, newcomers: Newcomers) -> tuple[int, dict[int, int]]:
+        """Blocks over the protected share if all newcomers came, and what each would add to it."""
+        weight = {
+            new.block_id: 0 if self._ledger.index.is_held(new.block_id) else 1
+            for group in newcomers
+            for new in group
+        }
+        retained = self._ledger.port.num_retained_blocks
+        return retained + sum(weight.values()) - self._max_retained, weight
+
+    def _clip(self, newcomers: Newcomers, excess: int, weight: dict[int, int]) -> int:
+        """Remove newcomers, tail first, until their weight has fallen by ``excess``."""
+        order = eviction_order(self._layouts, [[new.logical for new in g] for g in newcomers])
+        lengths = [len(group) for group in newcomers]
+        clipped = 0
+        for group, k in order:
+            if excess <= 0:
+                break
+            excess -= weight.get(newcomers[group][k].block_id, 1)
+            lengths[group] = k
+            clipped += 1
+        for group, length in enumerate(lengths):
+            del newcomers[group][length:]
+        return clipped
+
+    def give_way(self, num_blocks: int) -> int:
+        """Release what has no lease, then the leases that fall due soonest, tail first.
+
+        Returns:
+            How many retained blocks fewer there are.
+        """
+        port = self._ledger.port
+        before = port.num_retained_blocks
+        budget = 4 * num_blocks + 64
+        while budget > 0:
+            gained = before - port.num_retained_blocks
+            step = min(num_blocks - gained, budget)
+            if step <= 0:
+                break
+            if len(self._releases):
+                self._releases.work(step)
+                budget -= step
+                continue
+            entry = self._agenda.next_to_give_way()
+            if entry is None:
+                break
+            budget -= self._shorten(entry, step)
+        return before - port.num_retained_blocks
+
+    def _shorten(self, entry: WheelEntry, num_blocks: int) -> int:
+        """Take claims off the end of what waits for an entry. Returns what that has cost."""
+        lineage = _first_to_shorten(entry)
+        held = len(lineage)
+        self._ledger.release_tail(lineage, num_blocks)
+        if not len(lineage):
+            self._on_emptied(lineage, entry.due_at)
+        return max(1, held - len(lineage))
+
+
+def _first_to_shorten(entry: WheelEntry) -> Lineage:
+    if isinstance(entry, Lease):
+        return entry.lineage
+    assert isinstance(entry, IdleLimit)
+    lineages = entry.session.lineages
+    return next((lineage for lineage in lineages if len(lineage)), lineages[0])

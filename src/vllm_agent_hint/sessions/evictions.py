@@ -1,0 +1,130 @@
+"""What an edit has done, known once its last slice is released."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from vllm_agent_hint.hints import EditResult, EditStatus, EditType
+from vllm_agent_hint.sessions.heirs import Estate
+from vllm_agent_hint.sessions.lineage import LOST, GroupLayout, Lineage
+
+
+class EditRun:
+    """The edits of one operation, each with a result of its own.
+
+    Args:
+        num_edits: How many.
+        account: Told of the results, to count them.
+        on_done: Gets the results, in the order of the edits, when the last is there.
+    """
+
+    def __init__(
+        self,
+        num_edits: int,
+        account: Callable[[Iterable[EditResult]], None],
+        on_done: Callable[[list[EditResult]], None],
+    ) -> None:
+        self._results: list[EditResult | None] = [None] * num_edits
+        self._account = account
+        self._on_done = on_done
+        if not num_edits:
+            on_done([])
+
+    def settle(self, which: int, result: EditResult) -> None:
+        """One edit is done."""
+        self._results[which] = result
+        self._account([result])
+        results = [r for r in self._results if r is not None]
+        if len(results) == len(self._results):
+            self._on_done(results)
+
+
+class Eviction:
+    """One evict: the contexts that it gives up, of one session or of a tree of them.
+
+    Args:
+        layouts: One per KV cache group.
+        done: Gets the result when every context is gone and ``close`` was called once more.
+        range_start: First token of the range.
+        range_end: First token behind the range; None for the whole context.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[GroupLayout],
+        done: Callable[[EditResult], None],
+        *,
+        range_start: int = 0,
+        range_end: int | None = None,
+    ) -> None:
+        self._layouts = layouts
+        self._done = done
+        self._range = (range_start, range_end)
+        self._blocks: list[set[int]] = [set() for _ in layouts]
+        self._beyond: list[set[int]] = [set() for _ in layouts]
+        self._estates: list[Estate] = []
+        self._open = 1
+        self.had_expired = False
+        """Whether a context had expired, so that there was something to forget."""
+        self.num_freed = 0
+        """Sessions that have ended."""
+
+    def take(self, lineage: Lineage, estate: Estate) -> Estate:
+        """Count what a context holds before it goes; ``close`` is due for it."""
+        self._open += 1
+        self._estates.append(estate)
+        estate.lineage = lineage
+        for chain, layout in zip(lineage.chains, self._layouts, strict=True):
+            inside, beyond = self._blocks[chain.group], self._beyond[chain.group]
+            if self._range[1] is None:
+                inside.update(chain.block_ids)
+                continue
+            for position, block_id in enumerate(chain.block_ids):
+                begins = chain.logical_index(position) * layout.block_size
+                (inside if begins < self._range[1] else beyond).add(block_id)
+        return estate
+
+    def close(self) -> None:
+        """One context is gone, or the last has been named."""
+        self._open -= 1
+        if not self._open:
+            self._done(self._result())
+
+    def _result(self) -> EditResult:
+        inside = [len(blocks - {LOST}) for blocks in self._blocks]
+        beyond = sum(len(blocks - {LOST}) for blocks in self._beyond)
+        reasons = []
+        if self.num_freed:
+            reasons.append(f"{self.num_freed} sessions were freed")
+        status = EditStatus.APPLIED
+        if not any(inside) and not beyond and not self.num_freed:
+            if self.had_expired:
+                reasons.append("its context had expired")
+            else:
+                status = EditStatus.MISSING
+                reasons.append(
+                    "none of its context is in the cache"
+                    if self._range[1] is None
+                    else "nothing of the range is in the cache"
+                )
+        elif self._falls_short(inside):
+            status = EditStatus.PARTIAL
+            reasons.append("the rest of the range was not in the cache")
+        spared = sum(estate.spared for estate in self._estates)
+        if spared:
+            reasons.append(f"{spared} of the blocks stay cached for others that use them")
+        return EditResult(
+            type=EditType.EVICT,
+            status=status,
+            blocks=sum(inside),
+            tokens=max(n * lay.block_size for n, lay in zip(inside, self._layouts, strict=True)),
+            beyond_range=beyond,
+            reason="; ".join(reasons),
+        )
+
+    def _falls_short(self, inside: Sequence[int]) -> bool:
+        """Whether a range asked for more than there was."""
+        start, end = self._range
+        return end is not None and any(
+            count * layout.block_size < end - start
+            for count, layout in zip(inside, self._layouts, strict=True)
+            if not layout.is_checkpoint
+        )
