@@ -347,7 +347,9 @@ def test_vllm_xargs_carry_a_hint_as_text(server: TestServer, path: str, stream: 
     name = f"text {path} {stream}"
     xargs = {"agent_hint": json.dumps({**HINT, "session_id": name}), "agent_hint_stamp": "not ours"}
     response = server.post(path, long_body(path, stream=stream, vllm_xargs=xargs))
-    assert report(response, stream=stream)["session_id"] == name
+    said_of_it = report(response, stream=stream)
+    assert said_of_it["session_id"] == name
+    assert stamps(server, said_of_it["operation_id"])
     assert evicted_blocks(server, name) > 0
 
 

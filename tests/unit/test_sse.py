@@ -112,9 +112,11 @@ def test_a_client_that_leaves_closes_stocks_stream(wrap: Any) -> None:
             closed.append(True)
 
     async def leave() -> None:
-        ours = wrap(stream())
+        stock = stream()
+        ours = wrap(stock)
         await anext(ours)
         await ours.aclose()
+        # Now, not when somebody collects it.
+        assert closed
 
     asyncio.run(leave())
-    assert closed
