@@ -13,6 +13,7 @@ from typing import Any, Final
 from vllm_agent_hint.frontend import metrics
 from vllm_agent_hint.frontend.fail_open import name_once
 from vllm_agent_hint.hints import AgentHintParams, EditResult, EditStatus, EditType
+from vllm_agent_hint.stamp import DEFAULT_TENANT
 
 RPC_METHOD: Final = "agent_hint_rpc"
 
@@ -49,10 +50,17 @@ class EngineAnswer:
     stats: dict[str, Any] | None = None
 
 
-def edit_call(hint: AgentHintParams, cache_salt: str | None, operation_id: str) -> dict[str, Any]:
+def edit_call(
+    hint: AgentHintParams,
+    cache_salt: str | None,
+    operation_id: str,
+    *,
+    tenant: str = DEFAULT_TENANT,
+) -> dict[str, Any]:
     """The payload that runs a hint's edits now."""
     return {
         "op": "edit",
+        "tenant": tenant,
         "session_id": hint.session_id,
         "cache_salt": cache_salt,
         "edits": [edit.model_dump(mode="json", exclude_none=True) for edit in hint.edits],
