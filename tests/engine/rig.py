@@ -199,12 +199,17 @@ class Engine:
     def run(self, limit: int = 400) -> None:
         """Step until nothing is left to do."""
         for _ in range(limit):
-            if not self.scheduler.has_unfinished_requests():
+            if not self._wants_steps():
                 self.drain()
-                if not self.scheduler.has_unfinished_requests():
+                if not self._wants_steps():
                     return
             self.step()
         raise AssertionError("the engine does not come to rest")
+
+    def _wants_steps(self) -> bool:
+        ours = getattr(self.scheduler, "agent_hint", None)
+        releases = ours is not None and ours.has_releases
+        return releases or self.scheduler.has_unfinished_requests()
 
     def serve(self, tokens: Sequence[int], **kwargs: Any) -> int:
         """Run one request to its end. Returns the prompt tokens that it found cached."""
