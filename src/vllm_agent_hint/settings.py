@@ -69,7 +69,7 @@ class Settings(BaseSettings):
         default=8,
         ge=1,
         le=64,
-        description="Leases on one prompt. Above it the shortest ones are dropped.",
+        description="Leases on one prompt. Above it those that fall due soonest are dropped.",
     )
     max_depth: int = Field(
         default=8,
