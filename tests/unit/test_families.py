@@ -1,5 +1,7 @@
 """Parents and children: the leader that waits for its workers, and trees that end together."""
 
+from itertools import pairwise
+
 import pytest
 
 from tests.unit.plain_engine import EVICT, PlainEngine, Request
@@ -125,7 +127,7 @@ def test_a_link_that_would_close_a_cycle_is_rejected_and_the_request_runs(
     engine: PlainEngine, length: int
 ) -> None:
     names = [f"s{i}" for i in range(length + 1)]
-    for parent, child in zip(names, names[1:], strict=False):
+    for parent, child in pairwise(names):
         engine.end(child_of(engine, parent, SessionKey("", None, child)), succeeds=False)
     request = child_of(engine, names[-1], SessionKey("", None, names[0]))
     assert engine.sam.counters.links_rejected == 1
