@@ -201,6 +201,11 @@ def extend_scheduler_class(
     """
     base = wrapped(*args, **kwargs)
     try:
+        settings = load_settings()
+        if not settings.sam:
+            logger.info("vllm-agent-hint: %s", _SAM_OFF)
+            _note_inactive(_SAM_OFF)
+            return base
         from vllm_agent_hint.engine.scheduler import agent_scheduler
 
         failed = [f for f in probe_engine(base) if not f.ok]
@@ -217,14 +222,19 @@ def extend_scheduler_class(
         _note_inactive(f"extending the scheduler failed: {error!r}")
         return base
     logger.info(
-        "vllm-agent-hint %s: retention and evict are active for vLLM %s on %s (%s)",
+        "vllm-agent-hint %s: %s for vLLM %s on %s (%s)",
         _version_of("vllm-agent-hint"),
+        "shadow mode, accounts are kept and no order is changed,"
+        if settings.shadow
+        else "retention and evict are active",
         installed_vllm_version(),
         base.__name__,
-        ", ".join(f"{name}={value}" for name, value in flags(load_settings()).items()),
+        ", ".join(f"{name}={value}" for name, value in flags(settings).items()),
     )
     return extended
 
+
+_SAM_OFF: Final = "sessions are off (VLLM_AGENT_HINT_SAM=0)"
 
 why_inactive = ""
 """Why this process runs vLLM's own scheduler; empty if it doesn't."""
@@ -419,6 +429,8 @@ def probe_environment() -> Report:
         return Report(False, found_version, " ".join(str(error).split()), {}, [])
     if not settings.enabled:
         return Report(False, found_version, "VLLM_AGENT_HINT=0", flags(settings), [])
+    if not settings.sam:
+        return Report(False, found_version, _SAM_OFF, flags(settings), [])
     if found_version is None:
         return Report(False, None, "vLLM is not installed here", flags(settings), [])
     if unloaded := _why_not_loaded():

@@ -36,6 +36,10 @@ class SessionCounters:
     expired: int = 0
     clipped: Counter[str] = field(default_factory=Counter)
     edits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    superseded_blocks: int = 0
+    superseded_tokens: int = 0
+    superseded_regret_tokens: int = 0
+    links_rejected: int = 0
 
 
 class SessionAwareManager:
@@ -80,6 +84,16 @@ class SessionAwareManager:
         self._heirs = Heirs(
             self.sessions, self.ledger, self.agenda, self._serial, settings.idle_seconds
         )
+
+    @property
+    def num_records(self) -> int:
+        """(session, block) associations."""
+        return self.ledger.index.num_records
+
+    @property
+    def num_leases(self) -> int:
+        """Leases that run."""
+        return len(self.agenda.leases)
 
     @property
     def num_heirs(self) -> int:
@@ -243,7 +257,9 @@ class SessionAwareManager:
             return EditResult(
                 type=edit,
                 status=EditStatus.UNSUPPORTED,
-                reason="no KV connector that could do it is in use",
+                reason="no KV connector that could do it is in use"
+                if self._settings.pooling
+                else "offload and prefetch are off (VLLM_AGENT_HINT_POOLING=0)",
             )
         session = self.sessions.get(key)
         if session is None:
