@@ -224,15 +224,21 @@ class ShadowPoolMachine(UnhintedPoolMachine):
         deadline=DEADLINES,
         placement=st.sampled_from(Placement),
     )
-    def mark(self, block_id: int, delta: int, deadline: float | None, placement: Placement) -> None:
-        pool = self.ours.pool
-        pool.update_blocks_meta(
-            [block_id],
-            [pool.blocks[block_id].block_hash],
-            session_ref_delta=delta,
-            ttl_expire_at=deadline,
-            placement=placement,
-        )
+    def a_block_is_marked(
+        self, block_id: int, delta: int, deadline: float | None, placement: Placement
+    ) -> None:
+        self._mark(block_id, delta, deadline, placement)
+
+    @precondition(lambda self: self.ours.pool.get_num_free_blocks() >= 3)
+    @rule(n=st.integers(1, 3), number=st.integers(0, 3), deadline=DEADLINES)
+    def a_context_is_cached_marked_and_freed(
+        self, n: int, number: int, deadline: float | None
+    ) -> None:
+        given = self.both("get_new_blocks", n)
+        for k, block_id in enumerate(given):
+            self.both("cache", block_id, number + k)
+            self._mark(block_id, 1, deadline, Placement.BACK)
+        self.both("free_blocks", given[::-1])
 
     @precondition(lambda self: self.ours.pool.num_retained_blocks)
     @rule(n=st.integers(1, NUM_BLOCKS - 1))
@@ -244,6 +250,18 @@ class ShadowPoolMachine(UnhintedPoolMachine):
         if n <= pool.get_num_free_blocks():
             self._get_new_blocks(n)
             assert pool.pressure_overrides.total() == before + kept
+
+    def _mark(
+        self, block_id: int, delta: int, deadline: float | None, placement: Placement
+    ) -> None:
+        pool = self.ours.pool
+        pool.update_blocks_meta(
+            [block_id],
+            [pool.blocks[block_id].block_hash],
+            session_ref_delta=delta,
+            ttl_expire_at=deadline,
+            placement=placement,
+        )
 
     @invariant()
     def marked_blocks_are_counted(self) -> None:
