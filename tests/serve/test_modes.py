@@ -17,11 +17,11 @@ CONTEXT = 1_000
 CONTEXT_BLOCKS = 7  # of 128 tokens
 
 
-def turn(
-    server: TestServer, session: str, seed: int, *, length: int = CONTEXT, **more: Any
-) -> Completion:
+def turn(server: TestServer, session: str, **more: Any) -> Completion:
+    """A turn of a session. Each has a context that no other session shares."""
     hint = {"session_id": session, "cache_control": {"ttl": 600}}
-    return server.complete(tokens(length, seed), hint, **more)
+    context = tokens(CONTEXT, seed=sum(map(ord, session)))
+    return server.complete(context, hint, **more)
 
 
 def evict(server: TestServer, session: str) -> dict[str, Any]:
@@ -75,7 +75,7 @@ EMPTYING = {
 }
 KEEPING = {
     "nap": ["/sleep?level=0", "/wake_up?tags=scheduling"],
-    "hold": ["/pause?mode=keep", "/resume"],
+    "hold": ["/pause?mode=keep&clear_cache=false", "/resume"],
     "drain": ["/pause?mode=wait&clear_cache=false", "/resume"],
 }
 
@@ -84,7 +84,7 @@ KEEPING = {
 def test_what_empties_the_cache_between_turns_leaves_the_session_and_none_of_its_blocks(
     server: TestServer, name: str
 ) -> None:
-    turn(server, name, 1)
+    turn(server, name)
     held = gauges(server)
     assert held["protected"] >= CONTEXT_BLOCKS
     assert held["leases"] == 1
@@ -95,7 +95,7 @@ def test_what_empties_the_cache_between_turns_leaves_the_session_and_none_of_its
     assert emptied["protected"] == emptied["records"] == emptied["leases"] == 0
     assert emptied["sessions"] == held["sessions"]
     assert emptied["active"] == 1
-    assert turn(server, name, 1).cached_tokens == 0, "the cache was emptied"
+    assert turn(server, name).cached_tokens == 0, "the cache was emptied"
     assert gauges(server) == held, "the next turn is recorded as the first one was"
     assert evict(server, name)["status"] == "applied"
     assert gauges(server)["records"] == 0
@@ -105,13 +105,13 @@ def test_what_empties_the_cache_between_turns_leaves_the_session_and_none_of_its
 def test_what_keeps_the_cache_between_turns_leaves_all_as_it_was(
     server: TestServer, name: str
 ) -> None:
-    first = turn(server, name, 1)
+    first = turn(server, name)
     held = gauges(server)
 
     ask(server, *KEEPING[name])
 
     assert gauges(server) == held
-    again = turn(server, name, 1)
+    again = turn(server, name)
     assert again.cached_tokens >= CONTEXT_BLOCKS * 128 - 128
     assert again.token_ids == first.token_ids
     assert evict(server, name)["status"] == "applied"
@@ -119,8 +119,8 @@ def test_what_keeps_the_cache_between_turns_leaves_all_as_it_was(
 
 
 def test_edits_are_answered_while_the_server_is_paused(server: TestServer) -> None:
-    turn(server, "paused", 2)
-    ask(server, "/pause?mode=keep")
+    turn(server, "paused")
+    ask(server, "/pause?mode=keep&clear_cache=false")
     answered = evict(server, "paused")
     ask(server, "/resume")
     assert answered["status"] == "applied"
@@ -130,9 +130,13 @@ def test_edits_are_answered_while_the_server_is_paused(server: TestServer) -> No
 @pytest.mark.parametrize(
     "paths",
     [
-        ["/pause?mode=keep", "/resume"],
+        ["/pause?mode=keep&clear_cache=false", "/resume"],
         ["/reset_prefix_cache?reset_running_requests=true"],
-        ["/pause?mode=keep", "/reset_prefix_cache?reset_running_requests=true", "/resume"],
+        [
+            "/pause?mode=keep&clear_cache=false",
+            "/reset_prefix_cache?reset_running_requests=true",
+            "/resume",
+        ],
     ],
     ids=["pause", "reset", "reset-while-paused"],
 )
@@ -141,9 +145,7 @@ def test_a_turn_that_is_interrupted_is_recorded_when_it_ends(
 ) -> None:
     """A reset takes its blocks away in mid-flight, and it computes them again."""
     answers: list[Completion] = []
-    request = threading.Thread(
-        target=lambda: answers.append(turn(server, "long", 3, max_tokens=200))
-    )
+    request = threading.Thread(target=lambda: answers.append(turn(server, "long", max_tokens=200)))
     before = server.metrics()["vllm:generation_tokens_total"]
     request.start()
     wait_for(lambda: server.metrics()["vllm:generation_tokens_total"] > before)
@@ -173,7 +175,7 @@ def test_two_api_servers_know_one_session_and_add_up_to_one_set_of_metrics(serve
     # A connection of its own for each request, so that both servers get some.
     server.client.headers["connection"] = "close"
     for k in range(8):
-        turn(server, "agent", 1)
+        turn(server, "agent")
         server.complete(tokens(300, seed=50 + k))
     assert {name in server.log_text() for name in ("(ApiServer_0", "(ApiServer_1")} == {True}
 
@@ -197,7 +199,7 @@ def test_data_parallel_engines_count_apart_and_edits_reach_them_all(serve: Serve
     def turn_on(rank: int, session: str, times: int) -> None:
         server.client.headers["x-data-parallel-rank"] = str(rank)
         for _ in range(times):
-            turn(server, session, 1)
+            turn(server, session)
         server.complete(tokens(300, seed=60 + rank))
 
     turn_on(0, "agent", 1)
