@@ -3,9 +3,11 @@
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from tests.serve.rig import Completion, Serve, TestServer, tokens
 from tests.serve.test_metrics import PREFIX, prompt_tokens, soon
@@ -170,18 +172,24 @@ def wait_for(happened: Callable[[], bool]) -> None:
 # -- several processes -------------------------------------------------------------------------
 
 
-def test_two_api_servers_know_one_session_and_add_up_to_one_set_of_metrics(serve: Serve) -> None:
-    server = serve("qwen3-small", [*POOL, "--api-server-count", "2"])
-    # A connection of its own for each request, so that both servers get some.
+def test_two_api_servers_know_one_session_and_add_up_to_one_set_of_metrics(
+    serve: Serve, tmp_path: Path
+) -> None:
+    shared = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    server = serve("qwen3-small", [*POOL, "--api-server-count", "2"], shared)
+    wait_for(lambda: len(hinted_tokens_by_process(tmp_path)) == 2)
+    # A connection of its own for each request, until both servers have had some.
     server.client.headers["connection"] = "close"
-    for k in range(8):
+    turns = 0
+    while turns < 4 or min(hinted_tokens_by_process(tmp_path)) == 0:
         turn(server, "agent")
-        server.complete(tokens(300, seed=50 + k))
-    assert {name in server.log_text() for name in ("(ApiServer_0", "(ApiServer_1")} == {True}
+        server.complete(tokens(300, seed=50 + turns))
+        turns += 1
+        assert turns < 40
 
-    hinted, unhinted = 8 * CONTEXT, 8 * 300
+    hinted, unhinted = turns * CONTEXT, turns * 300
     soon(lambda: server.metrics()["vllm:prefix_cache_queries_total"], hinted + unhinted)
-    cached = 7 * CONTEXT_BLOCKS * 128
+    cached = (turns - 1) * CONTEXT_BLOCKS * 128
     assert prompt_tokens(server.metrics()) == {"yes": (hinted, cached), "no": (unhinted, 0)}
     assert server.metrics()["vllm:prefix_cache_hits_total"] == cached
     for _ in range(6):  # Whichever server is asked, the gauges are the engine's own.
@@ -191,6 +199,23 @@ def test_two_api_servers_know_one_session_and_add_up_to_one_set_of_metrics(serve
     edits = f"{PREFIX}edits_total"
     assert server.metrics().total(edits, operation="evict", status="applied") == 1
     assert server.metrics().total(edits, operation="evict", status="missing") == 6 + 3
+
+
+def hinted_tokens_by_process(shared: Path) -> list[float]:
+    """What each API server has counted, from the files that they share."""
+    found = []
+    for file in shared.glob("counter_*.db"):
+        metrics = MultiProcessCollector.merge([str(file)])
+        found.append(
+            sum(
+                sample.value
+                for metric in metrics
+                for sample in metric.samples
+                if sample.name == f"{PREFIX}prompt_tokens_total"
+                and sample.labels["hinted"] == "yes"
+            )
+        )
+    return found
 
 
 def test_data_parallel_engines_count_apart_and_edits_reach_them_all(serve: Serve) -> None:
