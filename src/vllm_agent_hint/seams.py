@@ -225,6 +225,11 @@ def extend_scheduler_class(
     """
     base = wrapped(*args, **kwargs)
     try:
+        settings = load_settings()
+        if not settings.sam:
+            logger.info("vllm-agent-hint: %s", _SAM_OFF)
+            _note_inactive(_SAM_OFF)
+            return base
         from vllm_agent_hint.engine.scheduler import agent_scheduler
 
         failed = [f for f in probe_engine(base) if not f.ok]
@@ -241,14 +246,19 @@ def extend_scheduler_class(
         _note_inactive(f"extending the scheduler failed: {error!r}")
         return base
     logger.info(
-        "vllm-agent-hint %s: retention and evict are active for vLLM %s on %s (%s)",
+        "vllm-agent-hint %s: %s for vLLM %s on %s (%s)",
         _version_of("vllm-agent-hint"),
+        "shadow mode, accounts are kept and no order is changed,"
+        if settings.shadow
+        else "retention and evict are active",
         installed_vllm_version(),
         base.__name__,
-        ", ".join(f"{name}={value}" for name, value in flags(load_settings()).items()),
+        ", ".join(f"{name}={value}" for name, value in flags(settings).items()),
     )
     return extended
 
+
+_SAM_OFF: Final = "sessions are off (VLLM_AGENT_HINT_SAM=0)"
 
 why_inactive = ""
 """Why this process runs vLLM's own scheduler; empty if it doesn't."""
@@ -359,6 +369,7 @@ _SIGNATURES: Final = (
         "get_computed_blocks_for_connector",
         ("request",),
     ),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager", "record_prefix_cache_stats", ("request",)),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager", "free", ("request",)),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager", "pop_blocks_for_free", ("request",)),
     ("vllm.v1.core.block_pool", "BlockPool", "get_new_blocks", ("num_blocks",)),
@@ -375,6 +386,9 @@ _SIGNATURES: Final = (
         ("request", "blocks", "num_cached_blocks", "num_full_blocks"),
     ),
 )
+
+_NOT_IN_EVERY_VERSION: Final = {"record_prefix_cache_stats"}
+"""Without it hinted prompt tokens count as unhinted, and nothing else is amiss."""
 
 
 def probe_engine(scheduler: Any) -> list[Finding]:
@@ -397,6 +411,8 @@ def _probe_scheduler(scheduler: Any) -> Iterator[Finding]:
 def _probe_signatures() -> Iterator[Finding]:
     for module, owner, method, expected in _SIGNATURES:
         place = f"{module}:{owner}.{method}"
+        if method in _NOT_IN_EVERY_VERSION and not hasattr(resolve(f"{module}:{owner}"), method):
+            continue
         try:
             found = tuple(
                 inspect.signature(getattr(resolve(f"{module}:{owner}"), method)).parameters
@@ -443,6 +459,8 @@ def probe_environment() -> Report:
         return Report(False, found_version, " ".join(str(error).split()), {}, [])
     if not settings.enabled:
         return Report(False, found_version, "VLLM_AGENT_HINT=0", flags(settings), [])
+    if not settings.sam:
+        return Report(False, found_version, _SAM_OFF, flags(settings), [])
     if found_version is None:
         return Report(False, None, "vLLM is not installed here", flags(settings), [])
     if unloaded := _why_not_loaded():

@@ -18,11 +18,12 @@ from tests.engine.conftest import Log
 from tests.engine.invariants import check_queue, check_zones
 from tests.engine.rig import KINDS, Clock, Engine, hinted, make_scheduler, prompt
 from vllm_agent_hint.engine import hooks as engine_hooks
+from vllm_agent_hint.engine.hooks import EngineHooks
 from vllm_agent_hint.engine.utility import agent_hint_rpc
 from vllm_agent_hint.kvcache import manager as our_manager
 from vllm_agent_hint.kvcache.block import Zone
 from vllm_agent_hint.kvcache.manager import KVCacheManagerMixin
-from vllm_agent_hint.kvcache.pool import AgentBlockPool
+from vllm_agent_hint.kvcache.pool import AgentBlockPool, PoolObserver
 from vllm_agent_hint.sessions.ledger import Ledger
 from vllm_agent_hint.sessions.manager import SessionAwareManager
 from vllm_agent_hint.settings import Settings
@@ -309,6 +310,122 @@ def test_a_fault_in_mid_flight_leaves_a_running_engine_with_plain_lru(
     answer = agent_hint_rpc(SimpleNamespace(scheduler=engine.scheduler), {"op": "state"})
     assert answer["active"] is False
     assert answer["reason"] == engine.scheduler.agent_hint.reason
+
+
+# -- ring four, hook by hook: the list comes from the class, so that no new hook is forgotten ------
+
+
+def begin(engine: Engine) -> None:
+    engine.add(prompt(8, 64), hint=hinted("c", 60.0))
+
+
+def expire(engine: Engine) -> None:
+    engine.sam.next_tick_at = 0.0
+    engine.step()
+
+
+def look_at_the_time(engine: Engine) -> None:
+    engine.step()
+
+
+def run_short(engine: Engine) -> None:
+    """Another session holds what ordinary blocks can't cover."""
+    engine.serve(prompt(9, 32), hint=hinted("d", 60.0))
+    reuse(engine)
+
+
+TRIGGERS: dict[str, Callable[[Engine], None]] = {
+    "request_added": begin,
+    "request_served": hit,
+    "request_preempted": preempt,
+    "request_ended": finish,
+    "run_edits": edit_with_a_request,
+    "expire_due": look_at_the_time,
+    "tick": expire,
+    "blocks_reused": reuse,
+    "block_moved": move,
+    "pool_short": run_short,
+    "pool_reset": reset,
+    "report": report,
+}
+"""What makes vLLM call each hook."""
+
+ASK_NO_SAM = {"requests_complete", "request_complete", "statistics", "drop_sessions"}
+"""They look a request up, hand on what a guarded caller asks for, or are the guard itself."""
+
+HOOKS = sorted(
+    name
+    for name, found in vars(EngineHooks).items()
+    if callable(found) and not name.startswith("_") and name not in ASK_NO_SAM
+)
+
+
+class BrokenSam:
+    """Fails at whatever is asked of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ZeroDivisionError("planted")
+
+
+def test_each_hook_has_a_trigger() -> None:
+    assert set(TRIGGERS) == set(HOOKS), "a hook is new or gone: say what makes vLLM call it"
+
+
+def test_each_call_of_the_pools_observer_is_a_guarded_hook() -> None:
+    observed = {name for name in vars(PoolObserver) if not name.startswith("_")}
+    assert observed <= set(HOOKS)
+    for name in observed:
+        assert hasattr(vars(EngineHooks)[name], "__wrapped__"), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_fault_at_any_hook_leaves_plain_lru_and_the_metrics_say_so(
+    name: str, kind: str, clock: Clock, log: Log
+) -> None:
+    engine = Engine(
+        make_scheduler(
+            plugged=True, num_blocks=70, kind=kind, settings=Settings(protected_share=1.0)
+        )
+    )
+    hooks = engine.scheduler.agent_hint
+    engine.serve(prompt(1, 130), hint=hinted("a", 60.0))
+    engine.serve(prompt(2, 130), hint=hinted("b", 0.0))
+    entered: list[str] = []
+    hook = getattr(hooks, name)
+
+    def with_a_broken_sam(*args: Any, **kwargs: Any) -> None:
+        entered.append(name)
+        if hooks.sam is not None:
+            hooks.sam = BrokenSam()
+        hook(*args, **kwargs)
+
+    setattr(hooks, name, with_a_broken_sam)
+    if name == "request_served":
+        hooks.manager.on_served = with_a_broken_sam
+    TRIGGERS[name](engine)
+    assert entered, "the trigger makes vLLM call the hook"
+    delattr(hooks, name)
+
+    assert hooks.sam is None
+    assert hooks.reason == f"{name} failed, see the log"
+    [record] = log.records
+    assert isinstance(record.exc_info[1], ZeroDivisionError)
+    assert last_report(engine)["active"] is False
+    engine.run()
+    hinted_traffic(engine)
+    assert_plain_lru(engine)
+    assert len(log.records) == 1
+
+
+def last_report(engine: Engine) -> dict[str, Any]:
+    # The step that failed has sent it already, where vLLM's statistics have our field.
+    engine.scheduler.agent_hint.has_news = True
+    stats = SimpleNamespace(agent_hint=None)
+    with patch.object(Scheduler, "make_stats", lambda self: stats):
+        engine.scheduler.make_stats()
+    found: dict[str, Any] = stats.agent_hint
+    return found
 
 
 def assert_plain_lru(engine: Engine) -> None:

@@ -211,6 +211,69 @@ TestUnhintedPoolWithoutCaching.settings = settings(
 )
 
 
+class ShadowPoolMachine(UnhintedPoolMachine):
+    """In shadow mode blocks may be marked, too: the order is stock's, the counts are ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours.pool.keep_stock_order()
+
+    @rule(
+        block_id=st.integers(0, NUM_BLOCKS - 1),
+        delta=st.integers(-1, 2),
+        deadline=DEADLINES,
+        placement=st.sampled_from(Placement),
+    )
+    def a_block_is_marked(
+        self, block_id: int, delta: int, deadline: float | None, placement: Placement
+    ) -> None:
+        self._mark(block_id, delta, deadline, placement)
+
+    @precondition(lambda self: self.ours.pool.get_num_free_blocks() >= 3)
+    @rule(n=st.integers(1, 3), number=st.integers(0, 3), deadline=DEADLINES)
+    def a_context_is_cached_marked_and_freed(
+        self, n: int, number: int, deadline: float | None
+    ) -> None:
+        given = self.both("get_new_blocks", n)
+        for k, block_id in enumerate(given):
+            self.both("cache", block_id, number + k)
+            self._mark(block_id, 1, deadline, Placement.BACK)
+        self.both("free_blocks", given[::-1])
+
+    @precondition(lambda self: self.ours.pool.num_retained_blocks)
+    @rule(n=st.integers(1, NUM_BLOCKS - 1))
+    def get_marked_blocks(self, n: int) -> None:
+        pool = self.ours.pool
+        coming = pool.free_block_queue.get_all_free_blocks()[:n]
+        kept = sum(block.zone is not Zone.ORDINARY for block in coming)
+        before = pool.pressure_overrides.total()
+        if n <= pool.get_num_free_blocks():
+            self._get_new_blocks(n)
+            assert pool.pressure_overrides.total() == before + kept
+
+    def _mark(
+        self, block_id: int, delta: int, deadline: float | None, placement: Placement
+    ) -> None:
+        pool = self.ours.pool
+        pool.update_blocks_meta(
+            [block_id],
+            [pool.blocks[block_id].block_hash],
+            session_ref_delta=delta,
+            ttl_expire_at=deadline,
+            placement=placement,
+        )
+
+    @invariant()
+    def marked_blocks_are_counted(self) -> None:
+        zones = [block.zone for block in self.ours.pool.blocks]
+        for zone in (Zone.SESSION, Zone.TTL):
+            assert self.ours.pool.num_blocks_in[zone] == zones.count(zone)
+
+
+TestShadowPool = ShadowPoolMachine.TestCase
+TestShadowPool.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
 class HintedPoolMachine(PoolMachine):
     """Blocks are marked at random; the pool stays what the naive one says."""
 

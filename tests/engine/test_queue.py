@@ -11,7 +11,10 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
 from tests.engine.naive_queue import NaiveQueue, zone_of
 from vllm_agent_hint.kvcache.block import AgentKVCacheBlock, Zone
-from vllm_agent_hint.kvcache.queue import AgentFreeKVCacheBlockQueue
+from vllm_agent_hint.kvcache.queue import (
+    AgentFreeKVCacheBlockQueue,
+    ShadowFreeKVCacheBlockQueue,
+)
 from vllm_agent_hint.settings import Placement
 
 NUM_BLOCKS = 9
@@ -314,6 +317,39 @@ class UnhintedQueueMachine(RuleBasedStateMachine):
 
 TestUnhintedQueue = UnhintedQueueMachine.TestCase
 TestUnhintedQueue.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+class ShadowQueueMachine(UnhintedQueueMachine):
+    """In shadow mode the order is stock's whatever the scalars say; ``taken`` knows better."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _, blocks = self.pairs.pop()
+        self.queue = ShadowFreeKVCacheBlockQueue(blocks)
+        self.blocks: list[Any] = blocks
+        self.pairs.append((self.queue, blocks))
+
+    @rule(
+        block_id=st.integers(0, NUM_BLOCKS - 1),
+        scalars=SCALARS,
+        placement=st.sampled_from(Placement),
+    )
+    def mark(self, block_id: int, scalars: tuple[int, float], placement: Placement) -> None:
+        block = self.blocks[block_id]
+        block._session_ref_cnt, block._ttl_expire_at = scalars
+        self.queue.has_sessions = any(b.zone is not Zone.ORDINARY for b in self.blocks)
+        self.queue.enter([block], placement)
+
+    def _take(self, operation: Callable[[Any, list[Any]], list[int]]) -> None:
+        num_out = len(self.out)
+        super()._take(operation)
+        taken = [self.blocks[i] for i in self.out[num_out:]]
+        assert self.queue.taken == [b for b in taken if b.zone is not Zone.ORDINARY]
+        self.queue.taken = []
+
+
+TestShadowQueue = ShadowQueueMachine.TestCase
+TestShadowQueue.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
 def queue_of(*scalars: tuple[int, float]) -> tuple[AgentFreeKVCacheBlockQueue, list[Any]]:

@@ -85,7 +85,13 @@ def main(model: str, findings: Path) -> None:
     }
     found["metrics"] = {
         name: sum(metric.value for metric in llm.get_metrics() if metric.name == name)
-        for name in ("vllm:agent_hint_sessions", "vllm:agent_hint_edits")
+        for name in (
+            "vllm:agent_hint_active",
+            "vllm:agent_hint_sessions",
+            "vllm:agent_hint_edits",
+            "vllm:agent_hint_prompt_tokens",
+            "vllm:prefix_cache_queries",
+        )
     }
     findings.write_text(json.dumps(found))
 

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,19 +11,29 @@ from prometheus_client import REGISTRY, generate_latest
 
 from tests.serve.rig import Serve, TestServer, tokens
 from vllm_agent_hint.cli.demo.metrics import Metrics
-from vllm_agent_hint.frontend.metrics import AgentHintMetrics
+from vllm_agent_hint.frontend.metrics import AgentHintMetrics, take
 from vllm_agent_hint.hints import EditStatus, EditType
 
 PREFIX = "vllm:agent_hint_"
 FEW_BLOCKS = ["--num-gpu-blocks-override", "96"]
 PROMPT_BLOCKS = 7  # of 1000 tokens, 128 each
 STATS: dict[str, Any] = {
+    "active": True,
     "sessions": 2,
+    "records": 9,
+    "leases": 11,
     "blocks": {"ordinary": 10, "session": 4, "ttl": 3},
+    "counters": {
+        "expired": 6,
+        "superseded_blocks": 12,
+        "superseded_tokens": 13,
+        "superseded_regret_tokens": 14,
+        "links_rejected": 15,
+    },
     "pressure_overrides": {"session": 1, "ttl": 5},
-    "expired": 6,
     "clipped": {"protected_share": 7},
     "edits": [["evict", "applied", 8]],
+    "slices": [0.0002, 0.5],
 }
 
 
@@ -54,15 +65,24 @@ def soon(read: Callable[[], float], expected: float) -> None:
 
 def test_every_series_is_there_at_zero_from_the_start(serve: Serve) -> None:
     metrics = serve("qwen3-small", FEW_BLOCKS).metrics()
-    assert metrics.names(PREFIX) >= {
-        f"{PREFIX}sessions",
-        f"{PREFIX}blocks",
-        f"{PREFIX}pressure_overrides_total",
-        f"{PREFIX}expired_total",
-        f"{PREFIX}edits_total",
+    gauges = {"active", "sessions", "records", "leases", "blocks"}
+    counters = {
+        "pressure_overrides",
+        "expired",
+        "clipped",
+        "superseded_blocks",
+        "superseded_tokens",
+        "superseded_regret_tokens",
+        "links_rejected",
+        "edits",
+        "prompt_tokens",
+        "cached_prompt_tokens",
     }
+    histogram = {f"slice_seconds_{part}" for part in ("bucket", "count", "sum")}
+    found = {name.removeprefix(PREFIX) for name in metrics.names(PREFIX) if "_created" not in name}
+    assert found == gauges | histogram | {f"{counter}_total" for counter in counters}
     ours = [s for s in metrics.samples if s.name.startswith(PREFIX) and "_created" not in s.name]
-    assert all(sample.value == 0 for sample in ours if sample.labels.get("zone") != "ordinary")
+    assert all(sample.value == 0 for sample in ours)
     assert all(sample.labels["model_name"] == "model" for sample in ours)
     assert all(sample.labels["engine"] == "0" for sample in ours)
     edits = {
@@ -131,6 +151,22 @@ def test_without_statistics_there_are_no_metrics_and_hints_work(serve: Serve) ->
     assert not server.metrics().names(PREFIX)
 
 
+def test_prompt_tokens_by_hint_are_vllms_own_numbers_in_two_parts(serve: Serve) -> None:
+    server = serve("qwen3-small", FEW_BLOCKS)
+    for _ in range(2):
+        server.complete(tokens(1000), {"session_id": "a", "cache_control": {"ttl": 600}})
+        server.complete(tokens(600, seed=2))
+        server.complete(tokens(600, seed=2), {})  # asks for nothing
+    cached = PROMPT_BLOCKS * 128
+    soon(lambda: server.metrics()["vllm:prefix_cache_queries_total"], 2000 + 2400)
+    seen = server.metrics()
+    assert prompt_tokens(seen) == {"yes": (2000, cached), "no": (2400, 3 * 4 * 128)}
+    assert seen["vllm:prefix_cache_hits_total"] == cached + 3 * 4 * 128
+    assert seen[f"{PREFIX}active"] == 1
+    assert seen[f"{PREFIX}records"] == PROMPT_BLOCKS
+    assert seen[f"{PREFIX}leases"] == 1
+
+
 def test_two_api_servers_add_up_to_one_series(serve: Serve) -> None:
     server = serve("qwen3-small", [*FEW_BLOCKS, "--api-server-count", "2"])
     for session in range(8):
@@ -152,6 +188,17 @@ def exposed() -> Metrics:
     return Metrics.parse(generate_latest(REGISTRY).decode())
 
 
+def prompt_tokens(seen: Metrics) -> dict[str, tuple[float, float]]:
+    """Prompt tokens and cached ones of requests with and without a hint, all engines together."""
+    return {
+        hinted: (
+            seen.total(f"{PREFIX}prompt_tokens_total", hinted=hinted),
+            seen.total(f"{PREFIX}cached_prompt_tokens_total", hinted=hinted),
+        )
+        for hinted in ("yes", "no")
+    }
+
+
 def test_gauges_are_absolute_and_counters_add_up(metrics: AgentHintMetrics) -> None:
     metrics.take(1, STATS)
     metrics.take(1, STATS)
@@ -163,6 +210,45 @@ def test_gauges_are_absolute_and_counters_add_up(metrics: AgentHintMetrics) -> N
     assert seen.total(f"{PREFIX}expired_total", engine="1") == 12
     assert seen.total(f"{PREFIX}clipped_total", engine="1", bound="protected_share") == 14
     assert seen.total(f"{PREFIX}edits_total", operation="evict", status="applied") == 16
+    assert seen.total(f"{PREFIX}active", engine="1") == 1
+    assert seen.total(f"{PREFIX}active", engine="0") == 0
+    assert seen.total(f"{PREFIX}records", engine="1") == 9
+    assert seen.total(f"{PREFIX}leases", engine="1") == 11
+    assert seen.total(f"{PREFIX}superseded_blocks_total", engine="1") == 24
+    assert seen.total(f"{PREFIX}superseded_tokens_total", engine="1") == 26
+    assert seen.total(f"{PREFIX}superseded_regret_tokens_total", engine="1") == 28
+    assert seen.total(f"{PREFIX}links_rejected_total", engine="1") == 30
+
+
+def test_slice_times_are_a_histogram(metrics: AgentHintMetrics) -> None:
+    metrics.take(1, STATS)
+    seen, name = exposed(), f"{PREFIX}slice_seconds"
+    assert seen.total(f"{name}_count", engine="1") == 2
+    assert seen.total(f"{name}_sum", engine="1") == pytest.approx(0.5002)
+    assert seen.total(f"{name}_bucket", engine="1", le="0.001") == 1
+    assert seen.total(f"{name}_bucket", engine="1", le="+Inf") == 2
+    assert seen.total(f"{name}_count", engine="0") == 0
+
+
+def test_unhinted_prompt_tokens_are_what_vllm_counts_beside_the_hinted(
+    metrics: AgentHintMetrics,
+) -> None:
+    metrics.take_prompt_tokens(0, (30, 10), SimpleNamespace(queries=100, hits=15))
+    metrics.take_prompt_tokens(0, (0, 0), SimpleNamespace(queries=7, hits=0))
+    assert prompt_tokens(exposed()) == {"yes": (30, 10), "no": (77, 5)}
+
+
+def test_the_engines_share_of_the_tokens_is_none_where_there_is_no_news() -> None:
+    manager = SimpleNamespace(agent_hint_metrics=AgentHintMetrics("tiny", [0]))
+    take(manager, 0, None, SimpleNamespace(queries=7, hits=3))
+    take(manager, 0, {**STATS, "prompt_tokens": (4, 2)}, SimpleNamespace(queries=4, hits=2))
+    assert prompt_tokens(exposed()) == {"yes": (4, 2), "no": (7, 3)}
+
+
+def test_an_answer_to_a_management_call_has_no_prompt_tokens(metrics: AgentHintMetrics) -> None:
+    manager = SimpleNamespace(agent_hint_metrics=metrics)
+    take(manager, 0, STATS)
+    assert exposed()[f"{PREFIX}prompt_tokens_total"] == 0
 
 
 def test_a_second_manager_in_the_process_takes_the_names_over(metrics: AgentHintMetrics) -> None:

@@ -77,6 +77,9 @@ def test_manage_runs_the_edits_without_a_request(found: dict[str, Any]) -> None:
 
 
 def test_the_metrics_count_offline_too(found: dict[str, Any]) -> None:
+    assert found["metrics"]["vllm:agent_hint_active"] == 1
     assert found["metrics"]["vllm:agent_hint_sessions"] >= 2
+    looked_up = found["metrics"]["vllm:prefix_cache_queries"]
+    assert found["metrics"]["vllm:agent_hint_prompt_tokens"] == looked_up > 0
     # One behind the request with n = 2, five by manage().
     assert found["metrics"]["vllm:agent_hint_edits"] == 6

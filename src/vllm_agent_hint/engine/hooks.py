@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, Final, ParamSpec
@@ -11,7 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_agent_hint.engine.edits import EditOperations
 from vllm_agent_hint.engine.scheduler_stats import FIELD
-from vllm_agent_hint.engine.statistics import take_statistics
+from vllm_agent_hint.engine.statistics import MAX_SLICES, take_hinted_tokens, take_statistics
 from vllm_agent_hint.hints import HINT_KEY, HintError, parse_agent_hint
 from vllm_agent_hint.hookspecs import release_policy
 from vllm_agent_hint.kvcache.block import AgentKVCacheBlock
@@ -69,6 +69,8 @@ class EngineHooks:
         self.operations = EditOperations(counts_siblings=num_engines == 1)
         self.has_news = True
         """Whether the next statistics report can differ from the last."""
+        self.slices: deque[float] = deque(maxlen=MAX_SLICES)
+        """Seconds spent in each slice of expiry since the last report."""
         try:
             self._attach()
         except Exception as error:
@@ -87,6 +89,8 @@ class EngineHooks:
                 pool.stand_down()
             return
         settings = load_settings()
+        if settings.shadow:
+            manager.keep_stock_order()
         self.sam = SessionAwareManager(
             manager.block_pool,
             manager.group_layouts(),
@@ -207,15 +211,19 @@ class EngineHooks:
     def expire_due(self) -> None:
         """On the path of every step: reads the clock and compares."""
         if self.sam is not None:
-            now = time.monotonic()
-            if now >= self.sam.next_tick_at:
-                self.tick(now)
+            try:
+                now = time.monotonic()
+                if now >= self.sam.next_tick_at:
+                    self.tick(now)
+            except Exception:
+                self.drop_sessions("expire_due")
 
     @_outlives_sam
     def tick(self, now: float) -> None:
         """Expire what has fallen due."""
         assert self.sam is not None
         self.sam.tick(now)
+        self.slices.append(time.monotonic() - now)
 
     # -- what the pool reports -------------------------------------------------------------------
 
@@ -252,15 +260,17 @@ class EngineHooks:
         """
         if isinstance(getattr(self.manager, "block_pool", None), AgentBlockPool):
             try:
-                setattr(stats, FIELD, self.statistics())
+                taken = self.statistics()
+                taken["prompt_tokens"] = take_hinted_tokens(self.manager)
+                setattr(stats, FIELD, taken)
             except Exception:
                 self.drop_sessions("report")
                 return
-        self.has_news = self.sam is not None and bool(self.sam.sessions)
+        self.has_news = self.sam is not None and bool(self.sam.sessions or self.tracked)
 
     def statistics(self) -> dict[str, Any]:
         """See ``take_statistics``; each event is handed out once."""
-        return take_statistics(self.sam, self.manager.block_pool)
+        return take_statistics(self.sam, self.manager.block_pool, self.slices)
 
     def drop_sessions(self, where: str) -> None:
         """Go on without sessions: no block is marked, the free queue is plain LRU."""

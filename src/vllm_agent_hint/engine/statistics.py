@@ -1,38 +1,71 @@
 """What an engine tells the front end about its sessions, once per statistics report."""
 
-from collections import Counter
-from typing import Any
+from collections import Counter, deque
+from typing import Any, Final
 
 from vllm_agent_hint.kvcache.block import Zone
+from vllm_agent_hint.kvcache.manager import KVCacheManagerMixin
 from vllm_agent_hint.kvcache.pool import AgentBlockPool
 from vllm_agent_hint.sessions.manager import SessionAwareManager, SessionCounters
 
+MAX_SLICES: Final = 1_000
+"""Slice times kept for a report; the oldest go where nobody asks for one."""
 
-def take_statistics(sam: SessionAwareManager | None, pool: AgentBlockPool) -> dict[str, Any]:
+PLAIN_COUNTERS: Final = (
+    "expired",
+    "superseded_blocks",
+    "superseded_tokens",
+    "superseded_regret_tokens",
+    "links_rejected",
+)
+"""The ``SessionCounters`` that are mere numbers; each is a metric of the same name."""
+
+
+def take_statistics(
+    sam: SessionAwareManager | None, pool: AgentBlockPool, slices: deque[float]
+) -> dict[str, Any]:
     """Gauges as they are, counters since the last time; plain data for msgpack.
 
     Args:
         sam: The session core, or None if there is none any more.
         pool: Whose blocks.
+        slices: Seconds spent in each slice of expiry; emptied.
 
     Returns:
-        ``sessions`` (named and anonymous), ``blocks`` per zone (active ones included),
-        ``pressure_overrides`` per zone, ``expired`` leases, ``clipped`` blocks per bound
-        (sessions for ``max_sessions``), ``edits`` as ``[operation, status, count]``.
+        ``active``, ``sessions`` (named and anonymous), ``records``, ``leases`` that run,
+        ``blocks`` per zone (active ones included); ``counters`` (those of ``PLAIN_COUNTERS`` that
+        moved), ``pressure_overrides`` per zone, ``clipped`` blocks per bound (sessions for
+        ``max_sessions``), ``edits`` as ``[operation, status, count]``, ``slices``.
     """
     counters = SessionCounters()
     if sam is not None:
         counters, sam.counters = sam.counters, counters
     overrides, pool.pressure_overrides = pool.pressure_overrides, Counter()
+    spent = list(slices)
+    slices.clear()
     return {
+        "active": sam is not None,
         "sessions": len(sam.sessions) - sam.num_heirs if sam is not None else 0,
+        "records": sam.num_records if sam is not None else 0,
+        "leases": sam.num_leases if sam is not None else 0,
         "blocks": {
             "ordinary": pool.num_gpu_blocks - 1 - pool.num_retained_blocks,
             "session": pool.num_blocks_in[Zone.SESSION],
             "ttl": pool.num_blocks_in[Zone.TTL],
         },
+        "counters": {name: n for name in PLAIN_COUNTERS if (n := getattr(counters, name))},
         "pressure_overrides": {zone.name.lower(): n for zone, n in overrides.items()},
-        "expired": counters.expired,
         "clipped": dict(counters.clipped),
         "edits": [[*what, n] for what, n in counters.edits.items()],
+        "slices": spent,
     }
+
+
+def take_hinted_tokens(manager: KVCacheManagerMixin) -> tuple[int, int]:
+    """Prompt tokens of hinted requests, and those found cached, since the last time.
+
+    For reports that travel with stock's own ``prefix_cache_stats`` and no others: the front end
+    takes one from the other, so both must cover the same steps.
+    """
+    taken = manager.take_hinted_tokens()
+    return taken.queried, taken.cached

@@ -44,6 +44,19 @@ class TrackedRequest:
     checkpoints: dict[int, dict[int, KVCacheBlock]] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class HintedTokens:
+    """What stock's prefix cache statistics say of hinted requests.
+
+    Args:
+        queried: Prompt tokens.
+        cached: Those of them that were found in the prefix cache.
+    """
+
+    queried: int = 0
+    cached: int = 0
+
+
 class KVCacheManagerMixin:
     """Laid over the ``KVCacheManager`` that a scheduler builds.
 
@@ -63,6 +76,10 @@ class KVCacheManagerMixin:
         """Called, from an ``except``, with what has failed in the session core."""
         self.tracked: dict[str, TrackedRequest] = {}
         """Hinted requests by request id; the scheduler keeps it."""
+        self.is_shadow = False
+        """Whether accounts are kept and no order is changed."""
+        self.hinted_tokens = HintedTokens()
+        """Of the hinted requests admitted since it was last taken."""
         with rebound([kv_cache_coordinator], "BlockPool", lambda _: AgentBlockPool):
             super().__init__(*args, **kwargs)
 
@@ -107,7 +124,33 @@ class KVCacheManagerMixin:
         steps = [layout.block_size // unit for layout in self.group_layouts()]
         return [hashes if step == 1 else hashes[step - 1 :: step] for step in steps]
 
+    def keep_stock_order(self) -> None:
+        """Shadow mode, before the first request: keep every account, change no order."""
+        self.is_shadow = True
+        self.block_pool.keep_stock_order()
+
     # -- what a request was served from ---------------------------------------------------------
+
+    def record_prefix_cache_stats(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        """As stock, once per admitted request; then take what it has counted for a hinted one.
+
+        Stock counts a request's tokens and those that it found cached, apart from what it
+        computes again after a preemption. The front end knows the sum over all requests, so an
+        unhinted one costs a look-up.
+        """
+        stats = getattr(self, "prefix_cache_stats", None)
+        if request.request_id not in self.tracked or stats is None:
+            super().record_prefix_cache_stats(request, *args, **kwargs)  # type: ignore[misc]
+            return
+        queries, hits = stats.queries, stats.hits
+        super().record_prefix_cache_stats(request, *args, **kwargs)  # type: ignore[misc]
+        self.hinted_tokens.queried += stats.queries - queries
+        self.hinted_tokens.cached += stats.hits - hits
+
+    def take_hinted_tokens(self) -> HintedTokens:
+        """Tokens of hinted requests since the last time, in step with stock's own statistics."""
+        taken, self.hinted_tokens = self.hinted_tokens, HintedTokens()
+        return taken
 
     def get_computed_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """As stock, once per attempt to schedule a request; then say what it was served from."""
@@ -230,7 +273,7 @@ class KVCacheManagerMixin:
 
     def free(self, request: Any) -> None:
         """As stock, but a hinted request of a hybrid model goes tail first across its groups."""
-        if request.request_id in self.tracked and self._is_hybrid:
+        if request.request_id in self.tracked and self._has_own_order:
             early = self._freed_early(self.tracked[request.request_id])
             self.block_pool.free_blocks(self._pop_tail_first(request, early))
         else:
@@ -238,14 +281,15 @@ class KVCacheManagerMixin:
 
     def pop_blocks_for_free(self, request: Any) -> list[KVCacheBlock]:
         """As stock: the caller frees them in reverse."""
-        if request.request_id in self.tracked and self._is_hybrid:
+        if request.request_id in self.tracked and self._has_own_order:
             early: list[dict[int, KVCacheBlock]] = [{} for _ in self.group_layouts()]
             return self._pop_tail_first(request, early)[::-1]
         return super().pop_blocks_for_free(request)  # type: ignore[misc]
 
     @property
-    def _is_hybrid(self) -> bool:
-        return len(self.coordinator.single_type_managers) > 1
+    def _has_own_order(self) -> bool:
+        """Whether hinted requests are freed in another order than stock's."""
+        return len(self.coordinator.single_type_managers) > 1 and not self.is_shadow
 
     def _freed_early(self, tracked: TrackedRequest) -> list[dict[int, KVCacheBlock]]:
         """Recorded checkpoints that are free already: their place is among the other blocks."""

@@ -8,7 +8,10 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from vllm_agent_hint.kvcache.block import AgentKVCacheBlock, Zone, make_block
-from vllm_agent_hint.kvcache.queue import AgentFreeKVCacheBlockQueue
+from vllm_agent_hint.kvcache.queue import (
+    AgentFreeKVCacheBlockQueue,
+    ShadowFreeKVCacheBlockQueue,
+)
 from vllm_agent_hint.sessions.blockmeta import BlockMetaUpdateResult, BulkMetaUpdate
 from vllm_agent_hint.settings import Placement
 
@@ -49,7 +52,8 @@ class AgentBlockPool(BlockPool):
         self.num_blocks_in = Counter[Zone]()
         """Blocks in zones B and C by their scalars, active ones included."""
         self.pressure_overrides = Counter[Zone]()
-        """Blocks of zones B and C given out for want of ordinary ones, since last taken."""
+        """Blocks of zones B and C given out for want of ordinary ones, since last taken; in shadow
+        those that stock's order gave out."""
 
     @property
     def num_retained_blocks(self) -> int:
@@ -176,6 +180,10 @@ class AgentBlockPool(BlockPool):
             block._ttl_expire_at = 0.0
         self.num_blocks_in.clear()
         self.free_block_queue.fold()
+
+    def keep_stock_order(self) -> None:
+        """Shadow mode, before the first allocation: mark blocks and reuse them as stock does."""
+        self.free_block_queue.__class__ = ShadowFreeKVCacheBlockQueue
 
     def stand_down(self) -> None:
         """Be stock's pool again: the scheduler has built something that ours can't work with."""

@@ -170,6 +170,41 @@ class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
         return (self.fake_free_list_head, first), (first, second), (second, self._end)
 
 
+class ShadowFreeKVCacheBlockQueue(AgentFreeKVCacheBlockQueue):
+    """Stock's order, whatever the scalars of the blocks say; only ``taken`` is kept.
+
+    Zones B and C stay empty, so that what is given out is exactly what stock would give. A block
+    that a session asked to keep is then an ordinary one with its scalars set.
+    """
+
+    def popleft(self) -> KVCacheBlock:
+        """See ``FreeKVCacheBlockQueue.popleft``."""
+        block = FreeKVCacheBlockQueue.popleft(self)
+        self._note_taken([block])
+        return block
+
+    def popleft_n(self, n: int) -> list[KVCacheBlock]:
+        """See ``FreeKVCacheBlockQueue.popleft_n``."""
+        blocks = FreeKVCacheBlockQueue.popleft_n(self, n)
+        self._note_taken(blocks)
+        return blocks
+
+    def append_n(self, blocks: list[KVCacheBlock]) -> None:
+        """See ``FreeKVCacheBlockQueue.append_n``."""
+        FreeKVCacheBlockQueue.append_n(self, blocks)
+
+    def enter(self, blocks: list[AgentKVCacheBlock], placement: Placement) -> None:
+        """Leave the blocks where they are."""
+
+    def _note_taken(self, blocks: list[AgentKVCacheBlock]) -> None:
+        """Remember what a session asked to keep. What is due by now is let go of first."""
+        if not self.has_sessions or all(block.zone is Zone.ORDINARY for block in blocks):
+            return
+        if self.on_shortage is not None:
+            self.on_shortage(len(blocks))
+        self.taken += [block for block in blocks if block.zone is not Zone.ORDINARY]
+
+
 def _link(first: KVCacheBlock, second: KVCacheBlock) -> None:
     first.next_free_block = second
     second.prev_free_block = first

@@ -40,10 +40,10 @@ class SessionCounters:
     expired: int = 0
     clipped: Counter[str] = field(default_factory=Counter)
     edits: Counter[tuple[str, str]] = field(default_factory=Counter)
-    links_rejected: int = 0
     superseded_blocks: int = 0
     superseded_tokens: int = 0
     superseded_regret_tokens: int = 0
+    links_rejected: int = 0
 
 
 class SessionAwareManager:
@@ -382,7 +382,7 @@ class SessionAwareManager:
         if edit.type is not EditType.EVICT:
             reason = "no KV connector that could do it is in use"
             if not self._settings.pooling:
-                reason = "VLLM_AGENT_HINT_POOLING is 0"
+                reason = "offload and prefetch are off (VLLM_AGENT_HINT_POOLING=0)"
             done(EditResult(type=edit.type, status=EditStatus.UNSUPPORTED, reason=reason))
         elif session is None:
             reason = "nothing is recorded for this session"
