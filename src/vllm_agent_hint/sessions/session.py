@@ -56,6 +56,11 @@ class Session:
         return not isinstance(self.key, SessionKey)
 
     @property
+    def tenant(self) -> str:
+        """Whose session it is; the default tenant's if it has no name."""
+        return self.key.tenant if isinstance(self.key, SessionKey) else ""
+
+    @property
     def lineage(self) -> Lineage:
         """The one prompt that a session is taken to run."""
         return self.lineages[0]
