@@ -1,6 +1,5 @@
 """How long several chains together protect each block of a prefix that they share."""
 
-import math
 from bisect import bisect_right
 from collections.abc import Iterable
 
@@ -26,12 +25,17 @@ class DeadlineSteps:
                     partial.append((-(-lease.end_token // block_size), lease.deadline))
                 elif lease.deadline > whole:
                     whole = lease.deadline
-        self._ends: list[float] = [math.inf]
-        """Where the steps end, rising; in blocks."""
+        self._ends: list[float] = []
+        """Where the steps but the last end, rising; in blocks."""
         self._latest = [whole]
         """The deadline of each step, falling."""
         if partial:
             self._ends, self._latest = _staircase(partial, whole)
+
+    @property
+    def flat(self) -> float | None:
+        """The deadline of every block, if they have the same."""
+        return None if self._ends else self._latest[0]
 
     def at(self, logical: int) -> float:
         """The deadline of a block; 0.0 if no lease covers it."""
@@ -41,7 +45,8 @@ class DeadlineSteps:
 def _staircase(
     partial: list[tuple[float, float]], whole: float
 ) -> tuple[list[float], list[float]]:
-    ends, latest = [math.inf], [whole]
+    ends: list[float] = []
+    latest = [whole]
     for end, deadline in sorted(partial, reverse=True):
         if deadline > latest[-1]:
             ends.append(end)

@@ -5,7 +5,7 @@ The session -> blocks half is the chains themselves.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from vllm_agent_hint.sessions.chainset import ChainBits, ChainSet
 from vllm_agent_hint.sessions.lineage import Chain
@@ -57,6 +57,13 @@ class BlockIndex:
     def holders(self, block_id: int) -> Holders:
         """Who records a block, as a key: equal holders need to be looked at once only."""
         return self._holders[block_id] if self._holders else None
+
+    def entries(self, block_ids: Sequence[int]) -> Iterator[tuple[Holders, int]]:
+        """Who records each of some blocks, and its logical index."""
+        if not self._holders:
+            return iter([(None, 0)] * len(block_ids))
+        holders, logical = self._holders.__getitem__, self._logical.__getitem__
+        return zip(map(holders, block_ids), map(logical, block_ids), strict=True)
 
     def chains_of(self, holders: Holders) -> tuple[Chain, ...]:
         """The chains behind a key. O(owners)."""
