@@ -42,9 +42,7 @@ class DeadlineSteps:
         return self._latest[bisect_right(self._ends, logical)]
 
 
-def _staircase(
-    partial: list[tuple[float, float]], whole: float
-) -> tuple[list[float], list[float]]:
+def _staircase(partial: list[tuple[float, float]], whole: float) -> tuple[list[float], list[float]]:
     ends: list[float] = []
     latest = [whole]
     for end, deadline in sorted(partial, reverse=True):
