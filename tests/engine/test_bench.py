@@ -1,12 +1,12 @@
 """The report of ``bench overhead``."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from vllm_agent_hint.cli.bench import overhead
 from vllm_agent_hint.cli.bench.figure import Measured
 from vllm_agent_hint.cli.bench.overhead import Row, rows, run_overhead
 from vllm_agent_hint.cli.bench.paired import ratio_of
@@ -31,7 +31,8 @@ def test_a_report_says_of_each_row_whether_its_bound_is_met(
         Row("missed", 1.0, "ms", lambda: Measured(1.25, parts={"max": 3.0})),
         Row("not asked for", 1.0, "", lambda: Measured(1 / 0)),
     ]
-    monkeypatch.setattr(overhead, "rows", lambda scale_down: made)
+    # The command of the same name hides the module.
+    monkeypatch.setattr(sys.modules[run_overhead.__module__], "rows", lambda scale_down: made)
     console = Console(record=True, width=160)
     run_overhead(tmp_path / "o.json", console, only=["kept", "missed"])
     report = json.loads((tmp_path / "o.json").read_text())

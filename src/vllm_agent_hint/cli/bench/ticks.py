@@ -4,7 +4,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -49,7 +49,7 @@ def idle_tick() -> Measured:
 
 def expiry_slice(*, sessions: int) -> Measured:
     """The p99.9 of one step's slice in milliseconds, while sessions expire in the same second."""
-    slices = sorted(_expiry(sessions).slices)
+    slices = sorted(_mass_expiry(sessions).slices_ms)
     parts = {"median": slices[len(slices) // 2], "max": slices[-1], "slices": float(len(slices))}
     return Measured(slices[int(0.999 * len(slices))], parts=parts)
 
@@ -60,18 +60,42 @@ def expiry_allocation(*, sessions: int) -> Measured:
     The larger of two figures: with ordinary blocks at hand, and without, when an allocation has
     to let go of what is due itself.
     """
-    second = _expiry(sessions)
-    with_room, dry = second.with_room, second.dry
+    found = _mass_expiry(sessions)
+    with_room, dry = found.with_room, found.dry
     worse = max(with_room, dry, key=lambda ratio: ratio.median)
     return Measured.of(worse, with_ordinary_blocks=with_room.median, without=dry.median)
 
 
-class _Expiry:
-    """Steps of a scheduler in which 100 contexts of 8,192 blocks run out, stock's pool beside.
+class _MassExpiry(NamedTuple):
+    """What was measured while very many leases ran out.
 
-    Each step is a tick and the allocation of one prefill. Every block of both pools has content
-    at the start. Once half of the contexts have gone, the steps go on without ordinary blocks:
-    running requests hold all that there were.
+    Args:
+        slices_ms: Each tick.
+        with_room: Allocations while there were ordinary blocks.
+        dry: Allocations while there were none.
+    """
+
+    slices_ms: list[float]
+    with_room: Ratio
+    dry: Ratio
+
+
+@cache
+def _mass_expiry(sessions: int) -> _MassExpiry:
+    """Measured once, for both figures; the pools are gone afterwards."""
+    expiring = _ExpiringPool(sessions)
+    with quiet_collector():
+        with_room = expiring.steps(down_to=expiring.num_records // 2, frees=True)
+        expiring.hold_what_is_ordinary()
+        dry = expiring.steps(down_to=0, frees=False)
+    return _MassExpiry(expiring.slices_ms, with_room, dry)
+
+
+class _ExpiringPool:
+    """Steps of a scheduler in which contexts of 8,192 blocks run out, stock's pool beside.
+
+    Each step is a tick and the allocation of one prefill chunk. Every block of both pools has
+    content at the start.
     """
 
     def __init__(self, sessions: int) -> None:
@@ -82,25 +106,29 @@ class _Expiry:
         for pool, hashes in self._hashes.items():
             fill(pool, hashes)
         # They ran out a while ago, so that all of it is due now.
-        self._sam = self._scheduler.agent_hint.sam = record_sessions(
+        self._scheduler.agent_hint.sam = record_sessions(
             self._ours, sessions, EXPIRING_BLOCKS, ttl=10.0, now=time.monotonic() - 100.0
         )
-        half = self._sam.ledger.index.num_records // 2
-        self.slices: list[float] = []
-        """Milliseconds."""
-        with quiet_collector():
-            self.with_room = self._steps(down_to=half, frees=True)
-            self._hold_what_is_ordinary()
-            self.dry = self._steps(down_to=0, frees=False)
+        self.slices_ms: list[float] = []
 
-    def _steps(self, *, down_to: int, frees: bool) -> Ratio:
+    @property
+    def num_records(self) -> int:
+        return int(self._scheduler.agent_hint.sam.ledger.index.num_records)
+
+    def steps(self, *, down_to: int, frees: bool) -> Ratio:
+        """Tick and allocate until so many records are left.
+
+        Args:
+            down_to: So many.
+            frees: Whether what was allocated is freed at once; otherwise it stays in use.
+        """
         times: list[tuple[float, float]] = []
         order: Iterator[tuple[Any, ...]] = itertools.cycle(
             [(self._stock, self._ours), (self._ours, self._stock)]
         )
-        while self._sam.ledger.index.num_records > down_to:
-            self.slices.append(seconds(self._scheduler.agent_hint.expire_due) * 1e3)
-            if self._sam.ledger.index.num_records < 2 * PREFILL_BLOCKS:
+        while self.num_records > down_to:
+            self.slices_ms.append(seconds(self._scheduler.agent_hint.expire_due) * 1e3)
+            if self.num_records < 2 * PREFILL_BLOCKS:
                 continue
             spent = {pool: self._allocate(pool, frees=frees) for pool in next(order)}
             times.append((spent[self._stock], spent[self._ours]))
@@ -114,16 +142,11 @@ class _Expiry:
             pool.free_blocks(allocated[::-1])
         return spent
 
-    def _hold_what_is_ordinary(self) -> None:
+    def hold_what_is_ordinary(self) -> None:
+        """Running requests take every block that no session holds."""
         ordinary = self._ours.get_num_free_blocks() - self._ours.num_retained_blocks
         for pool in (self._ours, self._stock):
             pool.get_new_blocks(ordinary)
-
-
-@cache
-def _expiry(sessions: int) -> _Expiry:
-    """Measured once, for both figures."""
-    return _Expiry(sessions)
 
 
 def _scheduler(num_blocks: int) -> Any:
