@@ -52,6 +52,9 @@ def check_records(sam: SessionAwareManager, port: PlainPort, owners: Owners) -> 
     num_records = sum(map(len, owners.values()))
     assert sum(block.count for block in port.blocks) == num_records
     assert sam.ledger.index.num_records == num_records
+    tenants = Counter(t for held in owners.values() for t in {_tenant(c) for c, _ in held})
+    for tenant in {_tenant(c) for held in owners.values() for c, _ in held} | {""}:
+        assert sam.ledger.index.num_blocks_of(tenant) == tenants[tenant]
     shared = Counter(id(c) for held in owners.values() if len(held) > 1 for c, _ in held)
     for lineage in lineages(sam):
         for chain in lineage.chains:
@@ -60,6 +63,10 @@ def check_records(sam: SessionAwareManager, port: PlainPort, owners: Owners) -> 
             if chain.logical is not None:
                 assert len(chain.logical) == len(chain.block_ids)
                 assert chain.logical == sorted(set(chain.logical))
+
+
+def _tenant(chain: Chain) -> str:
+    return chain.lineage.session.tenant
 
 
 def check_deadlines(sam: SessionAwareManager, port: PlainPort, owners: Owners) -> None:

@@ -7,6 +7,7 @@ from vllm_agent_hint.sessions.agenda import Agenda
 from vllm_agent_hint.sessions.ledger import Ledger
 from vllm_agent_hint.sessions.lineage import LOST, Chain, Lease, Lineage
 from vllm_agent_hint.sessions.session import Session
+from vllm_agent_hint.sessions.tail import tail_first
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +90,9 @@ class Heirs:
     def inherit(self, estate: Estate, num_records: int) -> None:
         """Hand over what others use of the last records of a context, before they end."""
         handed_over: dict[Chain, list[int]] = {}
-        for chain, position in self._ledger.tail_first(estate.lineage, limit=num_records):
+        chains = estate.lineage.chains
+        for group, position in tail_first(self._ledger.layouts, chains, limit=num_records):
+            chain = chains[group]
             block_id = chain.block_ids[position]
             if block_id == LOST or self._ledger.is_exclusive(chain, position):
                 continue

@@ -25,8 +25,12 @@ def overhead(
     quick: Annotated[
         bool, typer.Option(help="A tenth of the repetitions; decides nothing.")
     ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Measure this row only; may be repeated. Default: all."),
+    ] = None,
 ) -> None:
-    """What the plugin costs an engine, per block, step, turn and tick. No model runs."""
+    """What the plugin costs an engine, per block, step, turn, tick and record. No model runs."""
     from vllm_agent_hint.cli.bench.overhead import run_overhead
 
-    run_overhead(json_file, Console(), quick=quick)
+    run_overhead(json_file, Console(), quick=quick, only=only or ())

@@ -61,6 +61,11 @@ def compare_in_pairs(
                 second = ours()
             if pair:
                 times.append((first, second))
+    return ratio_of(times, unit_count=unit_count)
+
+
+def ratio_of(times: list[tuple[float, float]], *, unit_count: int) -> Ratio:
+    """What pairs of ``(stock's seconds, ours)`` say."""
     ratios = [b / a for a, b in times]
     low, high = bootstrap_interval(ratios)
     return Ratio(
