@@ -10,9 +10,10 @@ from typing import Any, Concatenate, Final, ParamSpec
 from vllm.v1.request import RequestStatus
 
 from vllm_agent_hint.engine.edits import EditOperations
+from vllm_agent_hint.engine.operations import OperationStore
 from vllm_agent_hint.engine.scheduler_stats import FIELD
 from vllm_agent_hint.engine.statistics import take_statistics
-from vllm_agent_hint.hints import HINT_KEY, HintError, parse_agent_hint
+from vllm_agent_hint.hints import HINT_KEY, EditResult, HintError, parse_agent_hint
 from vllm_agent_hint.hookspecs import release_policy
 from vllm_agent_hint.kvcache.block import AgentKVCacheBlock
 from vllm_agent_hint.kvcache.manager import KVCacheManagerMixin, TrackedRequest
@@ -21,7 +22,7 @@ from vllm_agent_hint.kvcache.queue import AgentFreeKVCacheBlockQueue
 from vllm_agent_hint.sessions.intent import SessionIntent
 from vllm_agent_hint.sessions.manager import SessionAwareManager
 from vllm_agent_hint.settings import load_settings
-from vllm_agent_hint.stamp import DEFAULT_TENANT, STAMP_KEY, open_stamp
+from vllm_agent_hint.stamp import DEFAULT_TENANT, STAMP_KEY, Stamp, open_stamp
 
 logger = logging.getLogger("vllm.agent_hint")
 
@@ -67,6 +68,8 @@ class EngineHooks:
         self.tracked: dict[str, TrackedRequest] = {}
         """Hinted requests by request id, until their blocks are freed."""
         self.operations = EditOperations(counts_siblings=num_engines == 1)
+        self.outcomes = OperationStore()
+        """What became of them, for those who ask."""
         self.has_news = True
         """Whether the next statistics report can differ from the last."""
         try:
@@ -124,13 +127,17 @@ class EngineHooks:
             cache_salt=request.cache_salt,
         )
         if intent.is_empty:
+            self._note_outcome(stamp, [])
             return
         self.has_news = True
+        if stamp is not None:
+            self.outcomes.open(stamp.operation_id, stamp.tenant, intent.edits)
         live = self.sam.request_added(intent)
         if live is not None:
             self.tracked[request.request_id] = TrackedRequest(live, stamp)
-        elif intent.edits and self.operations.request_ended(stamp, succeeded=False) is not None:
-            self.sam.reject_edits(intent.edits, "there is no room for another session")
+        elif self.operations.request_ended(stamp, succeeded=False) is not None:
+            reason = "there is no room for another session"
+            self._note_outcome(stamp, self.sam.reject_edits(intent.edits, reason))
 
     def requests_complete(self, request_ids: list[str]) -> None:
         """Note requests that the front end ends because they are complete.
@@ -181,15 +188,21 @@ class EngineHooks:
         """A hinted request is over, its blocks freed or in the hands of a connector."""
         assert self.sam is not None
         intent = tracked.live.intent
-        if not intent.edits or intent.key is None:
-            return
         all_succeeded = self.operations.request_ended(
             tracked.stamp, succeeded=_has_succeeded(request, tracked)
         )
-        if all_succeeded:
-            self.sam.apply_edits(intent.key, intent.edits, time.monotonic())
-        elif all_succeeded is False:
-            self.sam.reject_edits(intent.edits, "the request did not succeed")
+        if all_succeeded is None:
+            return
+        results: list[EditResult] = []
+        if intent.key is not None and all_succeeded:
+            results = self.sam.apply_edits(intent.key, intent.edits, time.monotonic())
+        elif intent.key is not None:
+            results = self.sam.reject_edits(intent.edits, "the request did not succeed")
+        self._note_outcome(tracked.stamp, results)
+
+    def _note_outcome(self, stamp: Stamp | None, results: Sequence[EditResult]) -> None:
+        if stamp is not None:
+            self.outcomes.finish(stamp.operation_id, stamp.tenant, results, None, time.monotonic())
 
     # -- time ----------------------------------------------------------------------------------
 
@@ -260,6 +273,7 @@ class EngineHooks:
         self.reason = f"{where} failed, see the log"
         self.sam = None
         self.has_news = True
+        self.outcomes.abandon(self.reason, time.monotonic())
         self.tracked.clear()
         self.manager.on_served = None
         pool = self.manager.block_pool

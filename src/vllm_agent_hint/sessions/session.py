@@ -28,6 +28,7 @@ class Session:
     """
 
     __slots__ = (
+        "children",
         "history",
         "idle",
         "is_freed",
@@ -35,6 +36,7 @@ class Session:
         "key",
         "lineages",
         "live",
+        "parent",
         "protections",
     )
 
@@ -42,6 +44,8 @@ class Session:
         self.key = key
         self.is_heir = is_heir
         self.is_freed = False
+        self.parent: Session | None = None
+        self.children: set[Session] = set()
         self.lineages = [Lineage(self, num_groups)]
         self.live: set[LiveRequest] = set()
         """Requests that have been added and have not ended."""
