@@ -112,6 +112,12 @@ SEAMS: Final = (
         "hints on /v1/completions",
     ),
     Seam(
+        "vllm.entrypoints.launchers.app",
+        "attach_endpoint_plugins",
+        f"{_FRONTEND}.routes:attach",
+        "/v1/agent_hint",
+    ),
+    Seam(
         "vllm.v1.engine.input_processor",
         "InputProcessor.process_inputs",
         f"{_FRONTEND}.carry:process_inputs",
