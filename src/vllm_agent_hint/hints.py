@@ -7,6 +7,7 @@ one that is refused.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
@@ -15,6 +16,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    TypeAdapter,
     ValidationError,
     model_validator,
 )
@@ -248,8 +250,28 @@ _CURES: Final[dict[str, str]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class OutsideIdentity:
+    """A session named beside the hint: vLLM's own ``session_id``, in one of its places.
+
+    Args:
+        value: What stood there; not validated.
+        place: Where, for error messages.
+    """
+
+    value: Any
+    place: str
+
+
+_IDENTITY: Final = TypeAdapter[str](Identity)
+
+
 def parse_agent_hint(
-    value: Any, *, field: str = "agent_hint", settings: Settings | None = None
+    value: Any,
+    *,
+    field: str = "agent_hint",
+    settings: Settings | None = None,
+    identity: OutsideIdentity | None = None,
 ) -> AgentHintParams:
     """Validate a hint in any of the forms in which it travels.
 
@@ -258,6 +280,7 @@ def parse_agent_hint(
             an ``AgentHintParams``.
         field: Where the hint stood, for error messages.
         settings: What the server allows; this process's own by default.
+        identity: Names the session of a hint that doesn't.
 
     Raises:
         HintError: Naming the first offending field and its cure.
@@ -267,12 +290,28 @@ def parse_agent_hint(
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise HintError(field, "must be a JSON object, or a string that holds one") from None
+    if identity is not None:
+        value = _with_session(value, identity)
     if isinstance(value, AgentHintParams):
         hint = value
     else:
         hint = validated(AgentHintParams, value, field=field)
     _check_allowed(hint, field, settings or load_settings())
     return hint
+
+
+def _with_session(value: Any, identity: OutsideIdentity) -> Any:
+    """The hint with a ``session_id``, its own one if it has any; other values are left alone."""
+    if isinstance(value, AgentHintParams):
+        value = value.model_dump(exclude_unset=True)
+    if not isinstance(value, Mapping) or value.get("session_id") is not None:
+        return value
+    try:
+        session_id = _IDENTITY.validate_python(identity.value, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        raise HintError(identity.place, f"as the hint's session_id: {first['msg']}") from None
+    return {**value, "session_id": session_id}
 
 
 def validated(model: type[_Model], value: Any, *, field: str) -> _Model:

@@ -90,19 +90,25 @@ SEAMS: Final = (
     Seam(
         f"{_OPENAI}.chat_completion.serving",
         "OpenAIServingChat.create_chat_completion",
-        f"{_FRONTEND}.carry:create_chat_completion",
+        f"{_FRONTEND}.chat:create_chat_completion",
         "hints on /v1/chat/completions",
     ),
     Seam(
         f"{_OPENAI}.chat_completion.protocol",
         "ChatCompletionRequest.to_sampling_params",
         f"{_FRONTEND}.carry:to_sampling_params",
-        "hints on /v1/chat/completions",
+        "hints on /v1/chat/completions and /v1/messages",
+    ),
+    Seam(
+        f"{_OPENAI}.chat_completion.batch_serving",
+        "OpenAIServingChatBatch.create_batch_chat_completion",
+        f"{_FRONTEND}.batch_chat:create_batch_chat_completion",
+        "management and reports on /v1/chat/completions/batch",
     ),
     Seam(
         f"{_OPENAI}.completion.serving",
         "OpenAIServingCompletion.create_completion",
-        f"{_FRONTEND}.carry:create_completion",
+        f"{_FRONTEND}.completion:create_completion",
         "hints on /v1/completions",
     ),
     Seam(
@@ -116,6 +122,24 @@ SEAMS: Final = (
         "attach_endpoint_plugins",
         f"{_FRONTEND}.routes:attach",
         "/v1/agent_hint",
+    ),
+    Seam(
+        f"{_OPENAI}.responses.serving",
+        "OpenAIServingResponses.create_responses",
+        f"{_FRONTEND}.responses:create_responses",
+        "hints on /v1/responses",
+    ),
+    Seam(
+        f"{_OPENAI}.responses.protocol",
+        "ResponsesRequest.to_sampling_params",
+        f"{_FRONTEND}.carry:to_sampling_params",
+        "hints on /v1/responses",
+    ),
+    Seam(
+        "vllm.entrypoints.anthropic.serving",
+        "AnthropicServingMessages.create_messages",
+        f"{_FRONTEND}.messages:create_messages",
+        "hints on /v1/messages",
     ),
     Seam(
         "vllm.v1.engine.input_processor",

@@ -1,10 +1,10 @@
-"""Carrying a hint from a request body, or from ``SamplingParams``, to the engine.
+"""Carrying a hint to the engine, whatever route it came by.
 
-The way of a hint: ``create_chat_completion`` or ``create_completion`` finds it in the body and
-validates it before anything else runs; ``to_sampling_params`` puts it into ``extra_args``, the
-one channel to the engine that all vLLM versions and routes share; ``process_inputs``, which every
-Python route into the engine passes, validates what came there by another way (offline,
-``vllm_xargs``, token-in) and makes it plain data.
+``SamplingParams.extra_args`` is the one channel to the engine that all vLLM versions and routes
+share. A hint that a door has read (see ``doors``) waits in a context variable until
+``to_sampling_params`` stamps it there. ``process_inputs``, which every Python route into the
+engine passes, validates what came by another way (offline, token-in) and stamps it for the
+default tenant.
 
 The functions with the signature ``(wrapped, instance, args, kwargs)`` are wrapt wrappers, named
 in the table of ``seams.py``. Without a hint each costs a look-up or two.
@@ -12,7 +12,7 @@ in the table of ``seams.py``. Without a hint each costs a look-up or two.
 
 import copy
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,28 +20,31 @@ from typing import Any, Final
 from vllm.exceptions import VLLMValidationError
 
 from vllm_agent_hint.frontend.fail_open import name_once
-from vllm_agent_hint.hints import HINT_KEY, AgentHintParams, HintError, parse_agent_hint
+from vllm_agent_hint.frontend.identity import SESSION_FIELD, outside_identity
+from vllm_agent_hint.hints import (
+    HINT_KEY,
+    AgentHintParams,
+    HintError,
+    OutsideIdentity,
+    parse_agent_hint,
+)
 from vllm_agent_hint.stamp import DEFAULT_TENANT, STAMP_KEY, Stamp, open_stamp
 
 _MANAGE_FIELD: Final = f"{HINT_KEY}.context_management.manage_request"
 _MANAGE_CURE: Final = (
-    "a management request runs no model, and this route always does; send it as the field "
-    "agent_hint of /v1/chat/completions or /v1/completions, or offline call "
+    "a management request runs no model, and this route always does; send it to "
+    "/v1/chat/completions, /v1/completions, /v1/responses or /v1/messages, or offline call "
     "vllm_agent_hint.manage(llm, hint)"
-)
-_BEAM_SEARCH_CURE: Final = (
-    "edits can't wait for a beam search, whose requests carry no hint; turn use_beam_search off, "
-    "or send the edits on their own with manage_request: true"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class CarriedHint:
-    """The valid hint of one HTTP request on its way to ``to_sampling_params``.
+    """The valid hint of one request on its way to the engine.
 
     Args:
         hint: What the client said.
-        operation_id: Names the hint's edits, in the answer and in the engine.
+        operation_id: Names the hint's effects, in the answer and in the engine.
         engine_requests: How many requests the engine makes of it (``n`` times the prompts): the
             edits run once, after the last of them has succeeded.
         tenant: Whose session it is.
@@ -52,6 +55,11 @@ class CarriedHint:
     engine_requests: int
     tenant: str = DEFAULT_TENANT
 
+    @property
+    def report(self) -> dict[str, Any]:
+        """What the reply says of it: the name under which its effects can be asked for."""
+        return {"session_id": self.hint.session_id, "operation_id": self.operation_id}
+
     def put_into(self, extra_args: dict[str, Any] | None) -> dict[str, Any]:
         """``SamplingParams.extra_args`` with the hint stamped: plain data, for msgpack."""
         stamp = Stamp(
@@ -60,56 +68,41 @@ class CarriedHint:
             self.operation_id,
             self.engine_requests,
         )
-        others = {k: v for k, v in (extra_args or {}).items() if k not in (HINT_KEY, STAMP_KEY)}
-        return {**others, STAMP_KEY: stamp.sealed()}
+        return {**_without_hint(extra_args or {}), STAMP_KEY: stamp.sealed()}
 
 
-_carried: ContextVar[CarriedHint | None] = ContextVar("agent_hint_carried", default=None)
+carried: Final[ContextVar[CarriedHint | None]] = ContextVar("agent_hint_carried", default=None)
+"""The hint of the HTTP request that this task answers, while vLLM prepares it for the engine."""
 
 
-def create_chat_completion(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """``OpenAIServingChat.create_chat_completion(request, raw_request=None)``, a coroutine.
-
-    Stock: renders the messages and runs the model; ``agent_hint`` lies unread in the body.
-    Ours: refuses a bad hint with a 400 first, answers management requests without the model,
-    and carries any other hint to ``to_sampling_params``.
-    If it moves: hints in chat bodies go unread, unvalidated too.
-    """
-    return _create("chat", wrapped, instance, args, kwargs)
+def new_operation_id() -> str:
+    """Unique over all front ends, and no client can guess another one's."""
+    return uuid.uuid4().hex
 
 
-def create_completion(
-    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """``OpenAIServingCompletion.create_completion(request, raw_request=None)``, a coroutine.
-
-    The same as for chat, for ``/v1/completions``.
-    """
-    return _create("completion", wrapped, instance, args, kwargs)
+def hint_in_body(request: Any) -> Any:
+    """The raw ``agent_hint`` of a request body: an extra field to vLLM's request models."""
+    extra = getattr(request, "model_extra", None)
+    return extra.get(HINT_KEY) if extra else None
 
 
 def to_sampling_params(
     wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """``ChatCompletionRequest.to_sampling_params`` and ``CompletionRequest.to_sampling_params``.
+    """``to_sampling_params`` of the chat, completion and Responses request.
 
     Stock: makes ``SamplingParams`` whose ``extra_args`` *is* the request's ``vllm_xargs``.
-    Ours: gives them an ``extra_args`` of their own, with the hint in it. A body that came
-    by another route than the two above (batched chat) has its hint validated here.
+    Ours: gives them an ``extra_args`` of their own, with the hint in it. A body that came through
+    none of our doors (rendering alone, for another server to run) has its hint validated here and
+    sent on without a stamp: ``process_inputs``, there, will read it.
     If it moves: hints in bodies are validated, then lost.
     """
     params = wrapped(*args, **kwargs)
-    carried = _carried.get()
-    if carried is None:
-        raw = _hint_in_body(instance)
-        if raw is None:
-            return params
-        carried = _prepare_or_none(raw, instance)
-        if carried is None:
-            return params
-    params.extra_args = carried.put_into(params.extra_args)
+    ours = carried.get()
+    if ours is not None:
+        params.extra_args = ours.put_into(params.extra_args)
+    elif (raw := hint_in_body(instance)) is not None:
+        params.extra_args = _with_plain_hint(raw, instance, params.extra_args or {})
     return params
 
 
@@ -131,8 +124,9 @@ def process_inputs(
     if open_stamp(extra_args.get(STAMP_KEY)) is not None:
         return wrapped(*args, **kwargs)
     params = copy.copy(params)
+    identity = outside_identity(kwargs.get(SESSION_FIELD), None, extra_args)
     try:
-        params.extra_args = _stamped(extra_args, params.n or 1)
+        params.extra_args = _stamped(extra_args, params.n or 1, identity)
     except HintError as error:
         raise as_client_error(error) from None
     except Exception:
@@ -150,105 +144,22 @@ def as_client_error(error: HintError) -> VLLMValidationError:
     return VLLMValidationError(error.message, parameter=error.field)
 
 
-def _create(
-    api: str,
-    wrapped: Callable[..., Any],
-    serving: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Called for every request: returns stock's coroutine untouched where there is no hint."""
-    request = args[0] if args else kwargs.get("request")
-    raw = _hint_in_body(request)
-    if raw is not None:
-        return _create_hinted(api, raw, request, wrapped, serving, args, kwargs)
-    xargs = getattr(request, "vllm_xargs", None)
-    if xargs and xargs.get(HINT_KEY) is not None:
-        return _create_hinted(None, xargs[HINT_KEY], request, wrapped, serving, args, kwargs)
-    return wrapped(*args, **kwargs)
-
-
-async def _create_hinted(
-    api: str | None,
-    raw: Any,
-    request: Any,
-    wrapped: Callable[..., Coroutine[Any, Any, Any]],
-    serving: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Answer a request that has a hint.
-
-    Args:
-        api: The API in whose shape a management request is answered; ``None`` where the hint
-            came in ``vllm_xargs``, which other APIs and front ends share, so that the shape
-            isn't known and management is refused.
-    """
-    carried = _prepare_or_none(raw, request)
-    if carried is None:
-        return await wrapped(*args, **kwargs)
-    if carried.hint.manages:
-        if api is None:
-            raise VLLMValidationError(_MANAGE_CURE, parameter=_MANAGE_FIELD)
-        from vllm_agent_hint.frontend import management
-
-        raw_request = args[1] if len(args) > 1 else kwargs.get("raw_request")
-        return await management.answer(
-            api, serving, request, raw_request, carried.hint, carried.operation_id
-        )
-    token = _carried.set(carried)
+def _with_plain_hint(raw: Any, request: Any, extra_args: dict[str, Any]) -> dict[str, Any]:
+    identity = outside_identity(getattr(request, SESSION_FIELD, None), None, extra_args)
     try:
-        return await wrapped(*args, **kwargs)
-    finally:
-        _carried.reset(token)
-
-
-def _hint_in_body(request: Any) -> Any:
-    """The raw ``agent_hint`` of a request body: an extra field to vLLM's request models."""
-    extra = getattr(request, "model_extra", None)
-    return extra.get(HINT_KEY) if extra else None
-
-
-def _prepare_or_none(raw: Any, request: Any) -> CarriedHint | None:
-    """Validate the hint of a body; ``None`` where our own code fails.
-
-    Raises:
-        VLLMValidationError: The client has to correct the hint.
-    """
-    try:
-        hint = parse_agent_hint(raw)
-        if hint.edits and not hint.manages and getattr(request, "use_beam_search", False):
-            raise HintError("use_beam_search", _BEAM_SEARCH_CURE)
-        return CarriedHint(
-            hint=hint,
-            operation_id=uuid.uuid4().hex,
-            engine_requests=_count_engine_requests(request),
-        )
+        hint = parse_agent_hint(raw, identity=identity)
     except HintError as error:
         raise as_client_error(error) from None
     except Exception:
-        name_once("reading agent_hint in a request body failed; the request runs without it")
-        return None
+        name_once("reading a hint for another server failed; the request goes on without it")
+        return _without_hint(extra_args)
+    return {**_without_hint(extra_args), HINT_KEY: hint.model_dump(mode="json", exclude_none=True)}
 
 
-def _count_engine_requests(request: Any) -> int:
-    """``n`` times the number of prompts (a chat body has one, a completion body any number)."""
-    prompts = sum(
-        _count_prompts(getattr(request, field, None)) for field in ("prompt", "prompt_embeds")
-    )
-    return (request.n or 1) * max(prompts, 1)
-
-
-def _count_prompts(prompt: Any) -> int:
-    if prompt is None:
-        return 0
-    if isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int)):
-        return len(prompt)
-    return 1
-
-
-def _stamped(extra_args: dict[str, Any], engine_requests: int) -> dict[str, Any]:
-    """The arguments of a request that did not come through a body, its hint validated.
+def _stamped(
+    extra_args: dict[str, Any], engine_requests: int, identity: OutsideIdentity | None
+) -> dict[str, Any]:
+    """The arguments of a request that came through no door, its hint validated.
 
     It belongs to the default tenant, and a stamp that we did not make is dropped.
 
@@ -257,10 +168,10 @@ def _stamped(extra_args: dict[str, Any], engine_requests: int) -> dict[str, Any]
     """
     if extra_args.get(HINT_KEY) is None:
         return _without_hint(extra_args)
-    hint = parse_agent_hint(extra_args[HINT_KEY])
+    hint = parse_agent_hint(extra_args[HINT_KEY], identity=identity)
     if hint.manages:
         raise HintError(_MANAGE_FIELD, _MANAGE_CURE)
-    return CarriedHint(hint, uuid.uuid4().hex, engine_requests).put_into(extra_args)
+    return CarriedHint(hint, new_operation_id(), engine_requests).put_into(extra_args)
 
 
 def _without_hint(extra_args: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,44 @@
+"""``/v1/chat/completions/batch``: several conversations in one request, never streamed."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from vllm_agent_hint.frontend.carry import hint_in_body
+from vllm_agent_hint.frontend.chat import ChatDoor, empty_choice
+from vllm_agent_hint.frontend.doors import arguments, pass_hinted
+from vllm_agent_hint.frontend.reading import find_hint
+
+
+def create_batch_chat_completion(
+    wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``OpenAIServingChatBatch.create_batch_chat_completion(request, raw_request=None)``.
+
+    Stock: makes a chat request of each conversation, extra fields included, and one reply of all.
+    Ours: the same as for chat; the hint is one for all conversations. ``session_id`` and
+    ``vllm_xargs`` are extra fields here.
+    If it moves: hints in batches are read when the engine is asked, and nothing is reported.
+    """
+    request, _ = arguments(args, kwargs)
+    xargs = getattr(request, "vllm_xargs", None)
+    unread = find_hint(
+        hint_in_body(request),
+        getattr(request, "session_id", None),
+        xargs if isinstance(xargs, dict) else None,
+    )
+    if unread is None:
+        return wrapped(*args, **kwargs)
+    return pass_hinted(_DOOR, unread, wrapped, instance, args, kwargs)
+
+
+class BatchChatDoor(ChatDoor):
+    """A turn of each of several conversations: a choice and an engine request for each."""
+
+    def engine_requests(self, request: Any) -> int:
+        return len(request.messages)
+
+    def empty_choices(self, request: Any) -> list[dict[str, Any]]:
+        return [empty_choice(index) for index in range(len(request.messages))]
+
+
+_DOOR: Final = BatchChatDoor()
