@@ -119,7 +119,7 @@ SessionId = Annotated[
 ]
 OperationId = Annotated[
     str,
-    Path(pattern=r"\A[0-9a-f]{32}\Z", description="As in the answer: 32 hexadecimal digits."),
+    Path(pattern=r"^[0-9a-f]{32}$", description="As in the answer: 32 hexadecimal digits."),
 ]
 
 
