@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -331,6 +332,14 @@ def test_a_path_without_a_guard_makes_nobody_a_tenant(
             assert client.call("GET", f"/operations/{operation_id}").status_code == 404
     assert look(alice) == before
 
+    # All of them are one tenant, that of nobody: what one leaves another can take away.
+    body["agent_hint"] = {"session_id": "left", **HINT_60S}
+    stranger.http.post("/invocations", json=body, headers=key("wrong"))
+    body["agent_hint"] = managing("left")
+    evicted = stranger.http.post("/invocations", json=body, headers=key("another"))
+    assert evicted.json()["agent_hint"]["results"][0]["status"] == "applied"
+
+    body["agent_hint"] = evicting()
     with_key = stranger.http.post("/invocations", json=body, headers=key(BOB_KEY))
     operation_id = with_key.json()["agent_hint"]["operation_id"]
     assert bob.call("GET", f"/operations/{operation_id}").status_code == 200
@@ -358,6 +367,11 @@ class Cluster:
 
     def __init__(self, server: TestServer) -> None:
         self.server = server
+        # The server is healthy as soon as one of them is.
+        deadline = time.monotonic() + 60
+        while server.log_text().count("Application startup complete") < 2:
+            assert time.monotonic() < deadline, server.log_text()[-4000:]
+            time.sleep(0.1)
         found = dict(re.findall(r"\(ApiServer_([01]) pid=(\d+)\)", server.log_text()))
         self._pids = {int(index): int(pid) for index, pid in found.items()}
         assert set(self._pids) == {0, 1}

@@ -146,6 +146,7 @@ def test_pages_show_each_session_of_the_tenant_once_in_one_order_and_no_other(
     while found := view.page(view.keys_of(tenant, keys), limit, after):
         assert len(found) <= limit
         seen += found
+        assert len(seen) <= len(keys), "the pages go in a circle"
         after = view.cursor_of(found[-1])
 
     own = [key for key in keys if isinstance(key, SessionKey) and key.tenant == tenant]
