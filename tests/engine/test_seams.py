@@ -312,7 +312,7 @@ def test_a_module_whose_seam_has_moved_is_imported_all_the_same(
     seam = seams.Seam(
         "a_moved_serving_module",
         "Serving.create",
-        "vllm_agent_hint.frontend.carry:create_completion",
+        "vllm_agent_hint.frontend.completion:create_completion",
         "hints on this route",
     )
     wrapt.register_post_import_hook(seams._entering(seam), seam.module)

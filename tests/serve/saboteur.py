@@ -7,29 +7,42 @@ import wrapt
 
 def register() -> None:
     wrapt.when_imported("vllm_agent_hint.frontend.carry")(break_reading)
+    wrapt.when_imported("vllm_agent_hint.frontend.reading")(break_reading)
+    wrapt.when_imported("vllm_agent_hint.frontend.doors")(break_the_report)
     wrapt.when_imported("vllm_agent_hint.frontend.management")(break_the_answer)
     wrapt.when_imported("vllm_agent_hint.frontend.metrics")(break_the_metrics)
     wrapt.when_imported("vllm.v1.engine.core")(break_the_engine)
 
 
-def break_reading(carry: Any) -> None:
-    read = carry.parse_agent_hint
+def break_reading(reader: Any) -> None:
+    read = reader.parse_agent_hint
 
     def broken(value: Any, **more: Any) -> Any:
         if "break-reading" in str(value):
             raise RuntimeError("sabotage")
         return read(value, **more)
 
-    carry.parse_agent_hint = broken
+    reader.parse_agent_hint = broken
+
+
+def break_the_report(doors: Any) -> None:
+    make = doors.CarriedHint.report.fget
+
+    def broken(ours: Any) -> Any:
+        if ours.hint.session_id == "break-the-report":
+            raise RuntimeError("sabotage")
+        return make(ours)
+
+    doors.CarriedHint.report = property(broken)
 
 
 def break_the_answer(management: Any) -> None:
     run = management._run_edits
 
-    async def broken(serving: Any, request: Any, hint: Any, operation_id: str) -> Any:
-        if hint.session_id == "break-the-answer":
+    async def broken(serving: Any, request: Any, ours: Any) -> Any:
+        if ours.hint.session_id == "break-the-answer":
             raise RuntimeError("sabotage")
-        return await run(serving, request, hint, operation_id)
+        return await run(serving, request, ours)
 
     management._run_edits = broken
 

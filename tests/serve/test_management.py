@@ -6,24 +6,49 @@ import os
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
+from tests.serve import apis
+from tests.serve.apis import (
+    ALL,
+    APIS,
+    APIS_AND_STREAMS,
+    BATCH,
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    STREAMING_APIS,
+    body,
+    report,
+)
 from tests.serve.rig import Serve, TestServer, tokens
 from vllm_agent_hint.frontend.engine_calls import EngineAnswer, merge_results
 from vllm_agent_hint.hints import EditResult, EditStatus
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-BODIES: dict[str, dict[str, Any]] = {
-    CHAT: {"model": "model", "messages": [{"role": "user", "content": ""}]},
-    COMPLETIONS: {"model": "model", "prompt": "x"},
-}
-OBJECTS = {CHAT: "chat.completion", COMPLETIONS: "text_completion"}
-CHUNK_OBJECTS = {CHAT: "chat.completion.chunk", COMPLETIONS: "text_completion"}
-ENDPOINTS = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 BLOCK = 128
+WHOLE: dict[str, Any] = {
+    CHAT: ChatCompletion,
+    BATCH: ChatCompletion,
+    COMPLETIONS: Completion,
+    RESPONSES: Response,
+    MESSAGES: Message,
+}
+"""The model of a reply in the clients' own libraries, which are stricter than the clients."""
+EVENT: dict[str, Any] = {
+    CHAT: ChatCompletionChunk,
+    COMPLETIONS: Completion,
+    RESPONSES: ResponseStreamEvent,
+    MESSAGES: RawMessageStreamEvent,
+}
 
 
 @pytest.fixture(scope="module")
@@ -40,45 +65,65 @@ def managing(session: str, *edits: str) -> dict[str, Any]:
 
 
 def manage(server: TestServer, path: str, hint: Any, **more: Any) -> httpx.Response:
-    return server.post(path, {**BODIES[path], **more, "agent_hint": hint})
+    return server.post(path, body(path, **more, agent_hint=hint))
 
 
-def results(response: httpx.Response) -> list[dict[str, Any]]:
-    assert response.status_code == 200, response.text
-    found: list[dict[str, Any]] = response.json()["agent_hint"]["results"]
+def results(response: httpx.Response, *, stream: bool = False) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = report(response, stream=stream)["results"]
     return found
 
 
-def events(response: httpx.Response) -> list[dict[str, Any]]:
-    assert response.status_code == 200, response.text
-    assert response.headers["content-type"].startswith("text/event-stream")
-    *chunks, done = response.text.removesuffix("\n\n").split("\n\n")
-    assert done == "data: [DONE]"
-    assert all(chunk.startswith("data: {") for chunk in chunks)
-    return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
-
-
-@ENDPOINTS
+@APIS
 def test_the_answer_is_an_empty_turn_in_the_shape_of_its_api(server: TestServer, path: str) -> None:
     response = manage(server, path, managing("nobody", "evict"))
-    assert response.status_code == 200, response.text
-    body = response.json()
-    assert body["object"] == OBJECTS[path]
-    assert body["model"] == "model"
-    (choice,) = body["choices"]
-    assert choice["finish_reason"] == "stop"
-    assert choice.get("text") == "" or choice["message"]["content"] == ""
-    usage = body["usage"]
-    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (0, 0, 0)
-    assert body["agent_hint"]["session_id"] == "nobody"
-    assert len(body["agent_hint"]["operation_id"]) == 32
+    answer = response.json()
+    assert WHOLE[path].model_validate(answer).model == "model"
+    assert not apis.said(response, stream=False)
+    assert not any(number for number in answer["usage"].values() if isinstance(number, int))
+    ended = {
+        CHAT: lambda: [choice["finish_reason"] for choice in answer["choices"]] == ["stop"],
+        BATCH: lambda: [choice["index"] for choice in answer["choices"]] == [0, 1],
+        COMPLETIONS: lambda: [choice["finish_reason"] for choice in answer["choices"]] == ["stop"],
+        RESPONSES: lambda: (answer["status"], answer["output"]) == ("completed", []),
+        MESSAGES: lambda: answer["stop_reason"] == "end_turn",
+    }
+    assert ended[path]()
+    said_of_it = report(response)
+    assert said_of_it["session_id"] == "nobody"
+    assert len(said_of_it["operation_id"]) == 32
 
 
-@ENDPOINTS
-def test_every_edit_has_a_result_of_its_own_in_their_order(server: TestServer, path: str) -> None:
+@STREAMING_APIS
+def test_a_stream_is_one_that_the_apis_own_client_takes(server: TestServer, path: str) -> None:
+    response = manage(server, path, managing("nobody", "evict"), stream=True)
+    found = [event for event in apis.events(response) if event.data]
+    for event in found:
+        TypeAdapter(EVENT[path]).validate_python(event.data)
+    assert results(response, stream=True)[0]["status"] == "missing"
+    assert len(apis.reports(response, stream=True)) == 1
+    assert not apis.said(response, stream=True)
+    assert [event.name for event in found] == {
+        CHAT: ["", ""],
+        COMPLETIONS: [""],
+        RESPONSES: ["response.created", "response.in_progress", "response.completed"],
+        MESSAGES: [
+            "message_start",
+            "content_block_start",
+            "content_block_stop",
+            "message_delta",
+            "message_stop",
+        ],
+    }[path]
+
+
+@APIS_AND_STREAMS
+def test_every_edit_has_a_result_of_its_own_in_their_order(
+    server: TestServer, path: str, stream: bool
+) -> None:
     server.complete(tokens(1000, seed=1), {"session_id": "in-order", "cache_control": {"ttl": 60}})
     hint = managing("in-order", "offload", "evict", "prefetch")
-    offload, evict, prefetch = results(manage(server, path, hint))
+    response = manage(server, path, hint, stream=stream)
+    offload, evict, prefetch = results(response, stream=stream)
     assert (offload["type"], offload["status"]) == ("offload", "unsupported")
     assert (evict["type"], evict["status"]) == ("evict", "applied")
     assert (prefetch["type"], prefetch["status"]) == ("prefetch", "unsupported")
@@ -87,27 +132,39 @@ def test_every_edit_has_a_result_of_its_own_in_their_order(server: TestServer, p
     assert evict["tokens"] == 1000 // BLOCK * BLOCK
 
 
-@ENDPOINTS
+@APIS
 def test_a_session_that_nobody_has_seen_is_missing(server: TestServer, path: str) -> None:
     (evict,) = results(manage(server, path, managing("never-seen", "evict")))
     assert (evict["status"], evict["blocks"], evict["tokens"]) == ("missing", 0, 0)
 
 
-def test_the_cache_salt_is_a_part_of_the_sessions_name(server: TestServer) -> None:
+@APIS
+def test_the_cache_salt_is_a_part_of_the_sessions_name(server: TestServer, path: str) -> None:
     hint = {"session_id": "salted", "cache_control": {"ttl": 60}}
     server.complete(tokens(600, seed=2), hint, cache_salt="pepper")
-    (unsalted,) = results(manage(server, COMPLETIONS, managing("salted", "evict")))
+    (unsalted,) = results(manage(server, path, managing("salted", "evict")))
     assert unsalted["status"] == "missing"
-    salted = manage(server, COMPLETIONS, managing("salted", "evict"), cache_salt="pepper")
+    salted = manage(server, path, managing("salted", "evict"), cache_salt="pepper")
     assert results(salted)[0]["status"] == "applied"
 
 
-@ENDPOINTS
-def test_without_edits_there_are_no_results(server: TestServer, path: str) -> None:
-    assert results(manage(server, path, managing("nobody"))) == []
+@APIS_AND_STREAMS
+def test_without_edits_there_are_no_results(server: TestServer, path: str, stream: bool) -> None:
+    response = manage(server, path, managing("nobody"), stream=stream)
+    assert results(response, stream=stream) == []
 
 
-@ENDPOINTS
+@APIS_AND_STREAMS
+def test_vllm_xargs_manage_in_the_shape_of_the_route(
+    server: TestServer, path: str, stream: bool
+) -> None:
+    xargs = {"agent_hint": json.dumps(managing("nobody", "evict"))}
+    response = server.post(path, body(path, stream=stream, vllm_xargs=xargs))
+    assert results(response, stream=stream)[0]["status"] == "missing"
+    assert not apis.said(response, stream=stream)
+
+
+@APIS
 def test_no_model_runs(server: TestServer, path: str) -> None:
     def prompt_tokens_so_far() -> int:
         marker = server.complete(tokens(200, seed=3)).prompt_tokens
@@ -115,124 +172,201 @@ def test_no_model_runs(server: TestServer, path: str) -> None:
 
     before = prompt_tokens_so_far()
     for _ in range(5):
-        assert results(manage(server, path, managing("nobody", "evict"), max_tokens=8))
+        assert results(manage(server, path, managing("nobody", "evict")))
     # The first marker itself is all that has come in between.
     assert prompt_tokens_so_far() - before == 200
 
 
-@ENDPOINTS
+@APIS
 def test_the_prompt_is_neither_rendered_nor_limited(server: TestServer, path: str) -> None:
-    long = "word " * 50_000
-    body = {"messages": [{"role": "user", "content": long}]} if path == CHAT else {"prompt": long}
-    assert len(results(manage(server, path, managing("nobody", "evict"), **body))) == 1
-
-
-@ENDPOINTS
-def test_a_stream_ends_with_the_results_on_its_last_chunk(server: TestServer, path: str) -> None:
-    chunks = events(manage(server, path, managing("nobody", "evict"), stream=True))
-    assert {chunk["object"] for chunk in chunks} == {CHUNK_OBJECTS[path]}
-    assert len({chunk["id"] for chunk in chunks}) == 1
-    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-    assert chunks[-1]["agent_hint"]["results"][0]["status"] == "missing"
-    assert all("agent_hint" not in chunk for chunk in chunks[:-1])
-    assert all("usage" not in chunk for chunk in chunks)
+    hint = managing("nobody", "evict")
+    response = server.post(path, body(path, "word " * 50_000, agent_hint=hint))
+    assert len(results(response)) == 1
 
 
 def test_a_chat_stream_opens_with_the_assistants_role(server: TestServer) -> None:
-    first, *_ = events(manage(server, CHAT, managing("nobody"), stream=True))
-    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert first["choices"][0]["finish_reason"] is None
+    first, *_ = apis.events(manage(server, CHAT, managing("nobody"), stream=True))
+    assert first.data
+    assert first.data["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert first.data["choices"][0]["finish_reason"] is None
 
 
-@ENDPOINTS
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_a_stream_with_usage_has_the_results_on_the_usage_chunk_too(
     server: TestServer, path: str
 ) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    *_, finish, usage = events(manage(server, path, managing("nobody", "evict"), **options))
+    response = manage(server, path, managing("nobody", "evict"), **options)
+    finish, usage = [event.data for event in apis.events(response) if event.data][-2:]
     assert usage["choices"] == []
     assert usage["usage"]["total_tokens"] == 0
     assert finish["choices"][0]["finish_reason"] == "stop"
     assert usage["agent_hint"] == finish["agent_hint"]
 
 
-@ENDPOINTS
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_continuous_usage_is_on_every_chunk(server: TestServer, path: str) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     response = manage(server, path, managing("nobody"), stream=True, stream_options=options)
-    assert all(chunk["usage"]["total_tokens"] == 0 for chunk in events(response))
+    data = [event.data for event in apis.events(response) if event.data]
+    assert all(chunk["usage"]["total_tokens"] == 0 for chunk in data)
 
 
-@ENDPOINTS
-@pytest.mark.parametrize("stream", [False, True])
+@APIS_AND_STREAMS
 def test_a_model_that_is_not_served_is_a_404(server: TestServer, path: str, stream: bool) -> None:
     response = manage(server, path, managing("nobody", "evict"), model="other", stream=stream)
     assert response.status_code == 404
-    assert response.json()["error"]["param"] == "model"
+    assert "other" in response.json()["error"]["message"]
 
 
-@ENDPOINTS
+@APIS
 def test_the_body_still_needs_what_its_api_demands(server: TestServer, path: str) -> None:
-    body = {"model": "model", "agent_hint": managing("nobody", "evict")}
-    assert server.post(path, body).status_code == 400
+    incomplete = {"model": "model", "agent_hint": managing("nobody", "evict")}
+    assert server.post(path, incomplete).status_code == 400
 
 
-@ENDPOINTS
-def test_a_wrong_hint_is_a_400(server: TestServer, path: str) -> None:
-    hint = managing("nobody", "pin")
-    response = manage(server, path, hint)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "agent_hint.context_management.edits.0.type"
+@APIS_AND_STREAMS
+def test_a_wrong_hint_is_a_400(server: TestServer, path: str, stream: bool) -> None:
+    response = manage(server, path, managing("nobody", "pin"), stream=stream)
+    assert apis.error(response)[0] == "agent_hint.context_management.edits.0.type"
 
 
-@ENDPOINTS
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_a_beam_search_may_manage(server: TestServer, path: str) -> None:
     response = manage(server, path, managing("nobody", "evict"), use_beam_search=True)
     assert len(results(response)) == 1
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"background": None},
+        {"background": True},
+        {"truncation": None},
+        {"previous_response_id": "resp_0"},
+        {"temperature": -1},
+        {"tools": [{"type": "function", "name": "f", "parameters": {}}], "tool_choice": "required"},
+    ],
+)
+def test_what_a_response_repeats_of_its_request_is_no_obstacle(
+    server: TestServer, more: dict[str, Any]
+) -> None:
+    assert results(manage(server, RESPONSES, managing("nobody", "evict"), **more))
+    streamed = manage(server, RESPONSES, managing("nobody", "evict"), **more, stream=True)
+    assert results(streamed, stream=True)
+
+
+def test_a_batch_never_streams(server: TestServer) -> None:
+    assert results(manage(server, BATCH, managing("nobody", "evict"), stream=True))
+
+
+def test_an_api_key_is_asked_for_as_for_any_request(serve: Serve) -> None:
+    server = serve("qwen3-small", ["--num-gpu-blocks-override", "96", "--api-key", "right"])
+    for path in ALL:
+        request = body(path, agent_hint=managing("nobody", "evict"))
+        assert server.post(path, request).status_code == 401
+        authorized = server.post(path, request, {"Authorization": "Bearer right"})
+        assert results(authorized)[0]["status"] == "missing"
+
+
+# -- the clients' own libraries --------------------------------------------------------------------
+
+MANAGING = {"agent_hint": managing("nobody", "evict")}
+HINTED = {"agent_hint": {"session_id": "sdk", "cache_control": {"ttl": 1}}}
+EXTRA = pytest.mark.parametrize("extra", [MANAGING, HINTED], ids=["managing", "hinted"])
+USER = {"role": "user", "content": "hello"}
+
+
 @pytest.fixture
-def client(server: TestServer) -> openai.OpenAI:
+def openai_client(server: TestServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0)
 
 
-def test_openais_client_reads_the_answer(client: openai.OpenAI) -> None:
-    extra = {"agent_hint": managing("nobody", "evict")}
-    chat = client.chat.completions.create(
-        model="model", messages=[{"role": "user", "content": ""}], extra_body=extra
-    )
-    assert chat.choices[0].message.content == ""
-    assert chat.agent_hint["results"][0]["status"] == "missing"  # type: ignore[attr-defined]
-    completion = client.completions.create(model="model", prompt="x", extra_body=extra)
-    assert completion.choices[0].text == ""
-    assert completion.agent_hint["results"][0]["status"] == "missing"  # type: ignore[attr-defined]
+@pytest.fixture
+def anthropic_client(server: TestServer) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=server.base_url, api_key="none", max_retries=0)
 
 
-def test_openais_client_reads_the_stream(client: openai.OpenAI) -> None:
-    extra = {"agent_hint": managing("nobody", "evict")}
-    *_, last = client.chat.completions.create(
-        model="model", messages=[{"role": "user", "content": ""}], extra_body=extra, stream=True
+def session_in(reply: Any) -> str:
+    return str(reply.agent_hint["session_id"])
+
+
+@EXTRA
+def test_openais_client_reads_the_answer(openai_client: openai.OpenAI, extra: Any) -> None:
+    session = extra["agent_hint"]["session_id"]
+    chat = openai_client.chat.completions.create(
+        model="model", messages=[USER], max_tokens=3, extra_body=extra
     )
-    assert last.agent_hint["results"][0]["status"] == "missing"  # type: ignore[attr-defined]
-    *_, last_text = client.completions.create(
+    completion = openai_client.completions.create(
+        model="model", prompt="x", max_tokens=3, extra_body=extra
+    )
+    response = openai_client.responses.create(
+        model="model", input="x", max_output_tokens=20, extra_body=extra
+    )
+    assert session_in(chat) == session_in(completion) == session_in(response) == session
+    nothing_said = extra is MANAGING
+    assert (chat.choices[0].message.content == "") is nothing_said
+    assert (completion.choices[0].text == "") is nothing_said
+    assert (response.output_text == "") is nothing_said
+
+
+@EXTRA
+def test_openais_client_reads_the_streams(openai_client: openai.OpenAI, extra: Any) -> None:
+    session = extra["agent_hint"]["session_id"]
+    *_, chunk = openai_client.chat.completions.create(
+        model="model", messages=[USER], max_tokens=3, extra_body=extra, stream=True
+    )
+    assert session_in(chunk) == session
+    *_, usage = openai_client.completions.create(
         model="model",
         prompt="x",
+        max_tokens=3,
         extra_body=extra,
         stream=True,
         stream_options={"include_usage": True},
     )
-    assert last_text.agent_hint["results"][0]["status"] == "missing"  # type: ignore[attr-defined]
+    assert session_in(usage) == session
+    *_, completed = openai_client.responses.create(
+        model="model", input="x", max_output_tokens=3, extra_body=extra, stream=True
+    )
+    assert session_in(completed) == session
 
 
-def test_openais_client_collects_the_stream(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(
-        model="model",
-        messages=[{"role": "user", "content": ""}],
-        extra_body={"agent_hint": managing("nobody", "evict")},
+@EXTRA
+def test_openais_client_collects_the_streams(openai_client: openai.OpenAI, extra: Any) -> None:
+    with openai_client.chat.completions.stream(
+        model="model", messages=[USER], max_tokens=3, extra_body=extra
     ) as stream:
-        whole = stream.get_final_completion()
-    assert whole.choices[0].message.content == ""
-    assert whole.choices[0].finish_reason == "stop"
+        if extra is MANAGING:
+            choice = stream.get_final_completion().choices[0]
+            assert (choice.message.content, choice.finish_reason) == ("", "stop")
+        else:
+            stream.until_done()
+    with openai_client.responses.stream(
+        model="model", input="x", max_output_tokens=20, extra_body=extra
+    ) as events:
+        assert (events.get_final_response().output_text == "") is (extra is MANAGING)
+
+
+@EXTRA
+def test_anthropics_client_reads_answer_and_stream(
+    anthropic_client: anthropic.Anthropic, extra: Any
+) -> None:
+    session = extra["agent_hint"]["session_id"]
+    ask: Any = {"model": "model", "messages": [USER], "max_tokens": 20, "extra_body": extra}
+    message = anthropic_client.messages.create(**ask)
+    assert session_in(message) == session
+    assert (message.content[0].text == "") is (extra is MANAGING)  # type: ignore[union-attr]
+    *_, delta, _ = anthropic_client.messages.create(**ask, stream=True)
+    assert delta.type == "message_delta"
+    assert session_in(delta) == session
+    with anthropic_client.messages.stream(**ask) as stream:
+        collected = stream.get_final_message()
+    assert collected.stop_reason in ("end_turn", "max_tokens")
+    assert collected.content[0].type == "text"
+
+
+# -- engines and faults ----------------------------------------------------------------------------
 
 
 def test_an_engine_without_prefix_caching_says_unsupported(serve: Serve) -> None:
@@ -264,13 +398,16 @@ def broken_server(serve_in_full: Serve, tmp_path: Path) -> TestServer:
 
 def test_our_own_faults_are_never_the_clients(broken_server: TestServer) -> None:
     server = broken_server
-    body = {**BODIES[COMPLETIONS], "max_tokens": 2}
-
-    # Reading the hint breaks: the request runs as if it had none.
-    unread = server.post(COMPLETIONS, {**body, "agent_hint": {"session_id": "break-reading"}})
-    assert unread.status_code == 200, unread.text
     xargs = {"agent_hint": '{"session_id": "break-reading"}'}
-    assert server.post(COMPLETIONS, {**body, "vllm_xargs": xargs}).status_code == 200
+    for path in ALL:
+        # Reading the hint breaks: the request runs as if it had none.
+        unread = server.post(path, body(path, agent_hint={"session_id": "break-reading"}))
+        assert apis.reports(unread, stream=False) == []
+        assert apis.reports(server.post(path, body(path, vllm_xargs=xargs)), stream=False) == []
+
+        # Naming the operation in the reply breaks: the reply is stock's.
+        silent = server.post(path, body(path, agent_hint={"session_id": "break-the-report"}))
+        assert apis.reports(silent, stream=False) == []
 
     # The call to the engine breaks: a result, not an error.
     (evict,) = results(manage(server, COMPLETIONS, managing("break-the-engine", "evict")))
@@ -278,8 +415,9 @@ def test_our_own_faults_are_never_the_clients(broken_server: TestServer) -> None
     assert evict["reason"]
 
     # Building the answer breaks: nothing runs, and the client learns that it did not.
-    unanswered = manage(server, COMPLETIONS, managing("break-the-answer", "evict"))
-    assert unanswered.status_code == 501
+    for path in ALL:
+        unanswered = manage(server, path, managing("break-the-answer", "evict"))
+        assert unanswered.status_code == 501
 
     # The metrics break: nobody notices.
     (evict,) = results(manage(server, COMPLETIONS, managing("break-the-metrics", "evict")))
@@ -288,6 +426,7 @@ def test_our_own_faults_are_never_the_clients(broken_server: TestServer) -> None
     assert server.complete("hello").prompt_tokens > 0
     log = server.log_text()
     assert log.count("reading agent_hint in a request body failed") == 1
+    assert log.count("naming the operation in a reply failed") == 1
     assert log.count("answering a management request failed") == 1
     assert log.count("updating vllm:agent_hint_ metrics failed") == 1
 

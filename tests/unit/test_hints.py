@@ -15,6 +15,7 @@ from vllm_agent_hint.hints import (
     ContextEdit,
     ContextManagementParams,
     HintError,
+    OutsideIdentity,
     parse_agent_hint,
 )
 from vllm_agent_hint.settings import Settings
@@ -369,3 +370,52 @@ def test_a_lease_for_nothing_is_refused() -> None:
     with pytest.raises(HintError) as refused:
         parse_agent_hint(hint)
     assert refused.value.field == "agent_hint.cache_control"
+
+
+# -- an identity beside the hint -------------------------------------------------------------------
+
+BESIDE = OutsideIdentity("beside", "X-Session-ID")
+
+
+@pytest.mark.parametrize(
+    "hint",
+    [
+        {},
+        {"session_id": None},
+        {"parent_session_id": "a"},
+        {"context_management": {"edits": [EVICT]}},
+        {"context_management": {"manage_request": True}},
+        '{"parent_session_id": "a"}',
+        AgentHintParams(cache_control=CacheControlParams(ttl=3)),
+    ],
+)
+def test_a_hint_without_a_session_takes_the_one_beside_it(hint: Any) -> None:
+    assert parse_agent_hint(hint, identity=BESIDE).session_id == "beside"
+
+
+def test_a_hints_own_session_goes_before_the_one_beside_it() -> None:
+    for wrong in ("", 5, "a" * 257):
+        beside = OutsideIdentity(wrong, "X-Session-ID")
+        assert parse_agent_hint({"session_id": "own"}, identity=beside).session_id == "own"
+
+
+@pytest.mark.parametrize("wrong", ["", "a" * 257, "\x07", "\ud800", 5, ["a"], {"a": 1}, True])
+def test_a_wrong_session_beside_a_hint_is_named_by_its_place(wrong: Any) -> None:
+    with pytest.raises(HintError) as caught:
+        parse_agent_hint({}, identity=OutsideIdentity(wrong, "X-Session-ID"))
+    assert caught.value.field == "X-Session-ID"
+    assert "session_id" in caught.value.message
+
+
+def test_a_session_beside_a_hint_is_not_its_own_parent() -> None:
+    with pytest.raises(HintError, match="parent_session_id"):
+        parse_agent_hint({"parent_session_id": "beside"}, identity=BESIDE)
+
+
+@given(value=JSON)
+def test_a_session_beside_it_makes_no_hint_of_what_is_none(value: Any) -> None:
+    try:
+        hint = parse_agent_hint(value, identity=BESIDE)
+    except HintError:
+        return
+    assert hint.session_id

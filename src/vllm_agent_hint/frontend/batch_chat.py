@@ -37,6 +37,10 @@ class BatchChatDoor(ChatDoor):
     def engine_requests(self, request: Any) -> int:
         return len(request.messages)
 
+    def streams(self, request: Any) -> bool:
+        """Its request class has no such field; a client may have sent one all the same."""
+        return False
+
     def empty_choices(self, request: Any) -> list[dict[str, Any]]:
         return [empty_choice(index) for index in range(len(request.messages))]
 

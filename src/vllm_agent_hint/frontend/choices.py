@@ -37,6 +37,9 @@ class ChoicesDoor(ABC):
     def empty_deltas(self) -> list[dict[str, Any]]:
         """The choice of each chunk of a stream; the last one finishes it."""
 
+    def streams(self, request: Any) -> bool:
+        return bool(request.stream)
+
     def check_edits_can_follow(self, serving: Any, request: Any) -> None:
         if getattr(request, "use_beam_search", False):
             raise HintError("use_beam_search", _BEAM_SEARCH_CURE)

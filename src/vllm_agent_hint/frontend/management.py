@@ -17,6 +17,9 @@ from vllm_agent_hint.frontend.fail_open import name_once
 class Shape(Protocol):
     """How one API spells an answer that says nothing."""
 
+    def streams(self, request: Any) -> bool:
+        """Whether the client is to get a stream."""
+
     def empty_reply(self, turn: "EmptyTurn", report: dict[str, Any]) -> Any:
         """The response of a request that isn't streamed, as the API's router takes it."""
 
@@ -75,7 +78,7 @@ async def answer(
     try:
         turn = EmptyTurn(serving, request, raw_request)
         report = {**ours.report, "results": await _run_edits(serving, request, ours)}
-        if getattr(request, "stream", False):
+        if shape.streams(request):
             return _stream(shape.empty_events(turn, report))
         return shape.empty_reply(turn, report)
     except Exception:

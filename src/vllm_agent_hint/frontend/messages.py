@@ -45,6 +45,9 @@ class MessagesDoor:
     def engine_requests(self, request: Any) -> int:
         return 1
 
+    def streams(self, request: Any) -> bool:
+        return bool(request.stream)
+
     def check_edits_can_follow(self, serving: Any, request: Any) -> None:
         """They always can: no beam search, and no tools that the server runs."""
 

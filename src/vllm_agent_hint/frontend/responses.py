@@ -40,6 +40,9 @@ class ResponsesDoor:
         """One. Built-in tools make more of it, turn by turn, but then no edits wait for them."""
         return 1
 
+    def streams(self, request: Any) -> bool:
+        return bool(request.stream)
+
     def check_edits_can_follow(self, serving: Any, request: Any) -> None:
         if getattr(serving, "tool_server", None) is None:
             return

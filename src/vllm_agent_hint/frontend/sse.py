@@ -18,14 +18,14 @@ _END: Final = "}\n\n"
 def data_event(content: dict[str, Any], name: str = "") -> str:
     """An event that holds one JSON object; ``name`` on its ``event:`` line, if any."""
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(content)}\n\n"
+    return f"{head}data: {_json(content)}\n\n"
 
 
 def with_field(event: str, report: dict[str, Any]) -> str:
     """The event with ``agent_hint`` in its object; as it is where it doesn't end one object."""
     if not event.endswith(_END) or event.count("\n\n") != 1:
         return event
-    return f"{event.removesuffix(_END)},{json.dumps(HINT_KEY)}:{json.dumps(report)}{_END}"
+    return f"{event.removesuffix(_END)},{_json(HINT_KEY)}:{_json(report)}{_END}"
 
 
 async def report_on_last_chunk(
@@ -65,6 +65,11 @@ async def report_on_event(
             yield with_field(event, report) if event.startswith(head) else event
     finally:
         await stock.aclose()
+
+
+def _json(content: Any) -> str:
+    """As vLLM writes it."""
+    return json.dumps(content, separators=(",", ":"))
 
 
 # Inside a JSON string a quotation mark is escaped, so neither can be text that the model wrote.
