@@ -85,13 +85,15 @@ def merge_operations(answers: Sequence[EngineAnswer]) -> Plain | None:
 
 
 def _merge_retention(parts: Sequence[Plain]) -> Plain | None:
-    """Blocks and tokens add up; of all else the first engine that has it is right."""
+    """Blocks and tokens add up, each bound that clipped counts; else the first engine is right."""
     if not parts:
         return None
     merged = {key: value for part in reversed(parts) for key, value in part.items()}
     for count in ("blocks", "tokens"):
         if count in merged:
             merged[count] = sum(part.get(count, 0) for part in parts)
+    if "bounds" in merged:
+        merged["bounds"] = sorted({bound for part in parts for bound in part.get("bounds", ())})
     return merged
 
 
