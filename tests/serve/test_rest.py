@@ -33,7 +33,8 @@ BODY = {"edits": [{"type": "evict"}]}
 
 @pytest.fixture(scope="module")
 def server(serve_module: Serve) -> TestServer:
-    return serve_module("qwen3-small", [*KEYS, "--num-gpu-blocks-override", "160"])
+    more = ["--enable-log-requests", "--num-gpu-blocks-override", "160"]
+    return serve_module("qwen3-small", [*KEYS, *more])
 
 
 @pytest.fixture(scope="module")
@@ -436,6 +437,31 @@ def test_what_does_not_exist_is_a_404_with_the_cure(alice: Client, method: str) 
     assert "ten minutes" in error["message"]
 
 
+# -- where hints have no effect ----------------------------------------------------------------
+
+
+def test_a_server_on_which_hints_have_no_effect_says_so_everywhere(serve: Serve) -> None:
+    client = Client(
+        serve("qwen3-small", ["--no-enable-prefix-caching", "--num-gpu-blocks-override", "96"])
+    )
+    hinted = client.turn("some", tokens(300))
+
+    state = client.ask("/state")
+    assert state["active"] is False
+    assert "caching" in state["engines"][0]["reason"]
+    assert state["block_size"] is None
+    assert client.ask("/sessions") == {"sessions": [], "next": None}
+    assert client.call("GET", "/sessions/some").status_code == 404
+    assert client.call("GET", f"/operations/{hinted['operation_id']}").status_code == 404
+    for method in ("POST", "DELETE"):
+        report = client.call(method, "/sessions/some", **body_for(method)).json()
+        [result] = report["results"]
+        assert result["status"] == "unsupported"
+        assert "caching" in result["reason"]
+        operation = client.ask(f"/operations/{report['operation_id']}")
+        assert operation["results"] == [result]
+
+
 # -- what is written down ----------------------------------------------------------------------
 
 
@@ -457,4 +483,6 @@ def test_no_session_id_and_no_salt_is_logged_or_made_a_label(
         assert private not in log
         assert private not in metrics
     assert re.search(r'"GET /v1/agent_hint/sessions/[0-9a-f]{12} HTTP/1.1" 200', log)
+    assert "Received request" in log
+    assert "<agent hint>" in log
     assert "Traceback" not in log
