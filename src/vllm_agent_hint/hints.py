@@ -345,11 +345,20 @@ def validated(model: type[_Model], value: Any, *, field: str) -> _Model:
         return model.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
-        # A rule over several fields is reported at their object; it says which one to correct.
-        own = [first["ctx"]["field"]] if "field" in first.get("ctx", {}) else []
-        path = ".".join([field, *map(_printable, first["loc"]), *own])
-        message = _CURES.get(first["type"], first["msg"])
-        raise HintError(path, message) from None
+        raise as_hint_error(first, field) from None
+
+
+def as_hint_error(error: Mapping[str, Any], field: str | None = None) -> HintError:
+    """One of pydantic's errors as ours.
+
+    Args:
+        error: As ``ValidationError.errors`` lists it.
+        field: Where the value stood that was validated; None where its place says enough.
+    """
+    # A rule over several fields is reported at their object; it says which one to correct.
+    own = [error["ctx"]["field"]] if "field" in error.get("ctx", {}) else []
+    path = ".".join([*filter(None, [field]), *map(_printable, error["loc"]), *own])
+    return HintError(path, _CURES.get(error["type"], error["msg"]))
 
 
 def _check_allowed(hint: AgentHintParams, field: str, settings: Settings) -> None:

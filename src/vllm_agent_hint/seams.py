@@ -118,6 +118,12 @@ SEAMS: Final = (
         "hints on /v1/completions",
     ),
     Seam(
+        "vllm.entrypoints.launchers.app",
+        "attach_endpoint_plugins",
+        f"{_FRONTEND}.routes:attach",
+        "/v1/agent_hint",
+    ),
+    Seam(
         f"{_OPENAI}.responses.serving",
         "OpenAIServingResponses.create_responses",
         f"{_FRONTEND}.responses:create_responses",

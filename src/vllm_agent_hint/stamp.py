@@ -48,7 +48,17 @@ class Stamp:
             "operation_id": self.operation_id,
             "engine_requests": self.engine_requests,
         }
-        return {**content, "mac": _mac(content)}
+        return _Sealed(content, mac=_mac(content))
+
+
+class _Sealed(dict[str, Any]):
+    """Shows nothing of itself: vLLM can log the parameters of every request.
+
+    Who reads a log shall learn no session id, and no stamp to send in again.
+    """
+
+    def __repr__(self) -> str:
+        return "<agent hint>"
 
 
 def open_stamp(sealed: Any) -> Stamp | None:

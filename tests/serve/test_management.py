@@ -414,6 +414,12 @@ def test_our_own_faults_are_never_the_clients(broken_server: TestServer) -> None
     assert evict["status"] == "failed"
     assert evict["reason"]
 
+    # Nobody can say then whether there is such a session.
+    asked = server.get("/v1/agent_hint/sessions/break-the-engine")
+    assert (asked.status_code, asked.json()["error"]["type"]) == (503, "ServiceUnavailableError")
+    freed = server.client.delete("/v1/agent_hint/sessions/break-the-engine")
+    assert [r["status"] for r in freed.json()["results"]] == ["failed"]
+
     # Building the answer breaks: nothing runs, and the client learns that it did not.
     for path in ALL:
         unanswered = manage(server, path, managing("break-the-answer", "evict"))

@@ -1,7 +1,9 @@
 """What the front end says of a hint, and that nobody else can say it."""
 
+import copy
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +16,14 @@ STAMP = Stamp({"session_id": "a"}, "tenant", "op", 2)
 
 def test_a_stamp_opens_to_what_was_sealed() -> None:
     assert open_stamp(STAMP.sealed()) == STAMP
+
+
+def test_a_stamp_shows_nothing_of_itself_and_travels_as_plain_data() -> None:
+    """vLLM logs the parameters of requests, where asked to."""
+    sealed = copy.deepcopy(STAMP.sealed())
+
+    assert repr({"agent_hint_stamp": sealed}) == "{'agent_hint_stamp': <agent hint>}"
+    assert open_stamp(msgspec.msgpack.decode(msgspec.msgpack.encode(sealed))) == STAMP
 
 
 @given(

@@ -4,15 +4,17 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from functools import wraps
+from concurrent.futures import Future
+from functools import partial, wraps
 from typing import Any, Concatenate, Final, ParamSpec
 
 from vllm.v1.request import RequestStatus
 
 from vllm_agent_hint.engine.edits import EditOperations
+from vllm_agent_hint.engine.operations import OperationStore
 from vllm_agent_hint.engine.scheduler_stats import FIELD
 from vllm_agent_hint.engine.statistics import MAX_SLICES, take_hinted_tokens, take_statistics
-from vllm_agent_hint.hints import HINT_KEY, HintError, parse_agent_hint
+from vllm_agent_hint.hints import HINT_KEY, EditResult, HintError, RetentionResult, parse_agent_hint
 from vllm_agent_hint.hookspecs import release_policy
 from vllm_agent_hint.kvcache.block import AgentKVCacheBlock
 from vllm_agent_hint.kvcache.manager import KVCacheManagerMixin, TrackedRequest
@@ -21,7 +23,7 @@ from vllm_agent_hint.kvcache.queue import AgentFreeKVCacheBlockQueue
 from vllm_agent_hint.sessions.intent import SessionIntent
 from vllm_agent_hint.sessions.manager import SessionAwareManager
 from vllm_agent_hint.settings import load_settings
-from vllm_agent_hint.stamp import DEFAULT_TENANT, STAMP_KEY, open_stamp
+from vllm_agent_hint.stamp import DEFAULT_TENANT, STAMP_KEY, Stamp, open_stamp
 
 logger = logging.getLogger("vllm.agent_hint")
 
@@ -67,6 +69,10 @@ class EngineHooks:
         self.tracked: dict[str, TrackedRequest] = {}
         """Hinted requests by request id, until their blocks are freed."""
         self.operations = EditOperations(counts_siblings=num_engines == 1)
+        self.outcomes = OperationStore()
+        """What became of them, for those who ask."""
+        self.unanswered: set[Future[list[EditResult]]] = set()
+        """Of management calls whose edits are not done yet."""
         self.has_news = True
         """Whether the next statistics report can differ from the last."""
         self.slices: deque[float] = deque(maxlen=MAX_SLICES)
@@ -130,13 +136,18 @@ class EngineHooks:
             is_sibling=stamp is not None and stamp.engine_requests > 1,
         )
         if intent.is_empty:
+            self._note_outcome(stamp, [])
             return
         self.has_news = True
+        if stamp is not None:
+            types = [edit.type for edit in intent.edits]
+            self.outcomes.open(stamp.operation_id, stamp.tenant, types)
         live = self.sam.request_added(intent, time.monotonic())
         if live is not None:
             self.tracked[request.request_id] = TrackedRequest(live, stamp)
-        elif intent.edits and self.operations.request_ended(stamp, succeeded=False) is not None:
-            self.sam.reject_edits(intent.edits, "there is no room for another session")
+        elif self.operations.request_ended(stamp, succeeded=False) is not None:
+            reason = "there is no room for another session"
+            self._note_outcome(stamp, self.sam.reject_edits(intent.edits, reason))
 
     def requests_complete(self, request_ids: list[str]) -> None:
         """Note requests that the front end ends because they are complete.
@@ -179,7 +190,7 @@ class EngineHooks:
         """A hinted request has ended and still holds its blocks."""
         assert self.sam is not None
         tracked = self.tracked[request.request_id]
-        self.sam.request_finished(
+        tracked.retention = self.sam.request_finished(
             tracked.live,
             self.manager.recorded_prefixes(request),
             time.monotonic(),
@@ -191,15 +202,30 @@ class EngineHooks:
         """A hinted request is over, its blocks freed or in the hands of a connector."""
         assert self.sam is not None
         intent = tracked.live.intent
-        if not intent.edits or intent.key is None:
-            return
         all_succeeded = self.operations.request_ended(
             tracked.stamp, succeeded=_has_succeeded(request, tracked)
         )
-        if all_succeeded:
-            self.sam.start_edits(intent.key, intent.edits, time.monotonic(), lambda _: None)
-        elif all_succeeded is False:
-            self.sam.reject_edits(intent.edits, "the request did not succeed")
+        if all_succeeded is None:
+            return
+        note = partial(self._note_outcome, tracked.stamp, retention=tracked.retention)
+        if intent.key is None:
+            note([])
+        elif all_succeeded:
+            self.sam.start_edits(intent.key, intent.edits, time.monotonic(), note)
+        else:
+            note(self.sam.reject_edits(intent.edits, "the request did not succeed"))
+
+    def _note_outcome(
+        self,
+        stamp: Stamp | None,
+        results: Sequence[EditResult],
+        *,
+        retention: RetentionResult | None = None,
+    ) -> None:
+        if stamp is not None:
+            plain = None if retention is None else retention.model_dump(mode="json")
+            now = time.monotonic()
+            self.outcomes.finish(stamp.operation_id, stamp.tenant, results, plain, now)
 
     @property
     def has_releases(self) -> bool:
@@ -281,6 +307,9 @@ class EngineHooks:
         self.reason = f"{where} failed, see the log"
         self.sam = None
         self.has_news = True
+        self.outcomes.abandon(self.reason, time.monotonic())
+        for answer in list(self.unanswered):
+            answer.set_exception(RuntimeError(self.reason))
         self.tracked.clear()
         self.manager.on_served = None
         pool = self.manager.block_pool

@@ -1,51 +1,249 @@
-"""``EngineCore.agent_hint_rpc``: management calls, between two steps of the engine."""
+"""``EngineCore.agent_hint_rpc``: what the front end asks of an engine, between two of its steps.
+
+Every call speaks for one tenant, whom the front end has named; what it reads and changes are that
+tenant's sessions only.
+"""
 
 import time
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final, Self, TypeVar
 
 from vllm_agent_hint import seams
+from vllm_agent_hint.engine.hooks import EngineHooks
 from vllm_agent_hint.hints import ContextEdit, EditResult, EditStatus, EditType
+from vllm_agent_hint.sessions import view
 from vllm_agent_hint.sessions.intent import Edit, SessionKey
+from vllm_agent_hint.stamp import DEFAULT_TENANT
+
+Content = dict[str, Any]
+"""What an operation adds to the answer; plain data."""
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 
-def agent_hint_rpc(engine_core: Any, payload: dict[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the front end; each operation below says which fields it takes.
+
+    Args:
+        op: A key of ``_OPERATIONS``.
+        tenant: Whom the front end speaks for.
+        operation_id: Names an operation; empty where nobody will ask for it.
+        at_once: Whether the caller can't wait for another step of the engine, as an offline
+            engine in the caller's own process can't.
+    """
+
+    op: str
+    tenant: str
+    session_id: str
+    cache_salt: str | None
+    edits: tuple[ContextEdit, ...]
+    operation_id: str
+    at_once: bool
+    limit: int
+    after: str | None
+
+    @classmethod
+    def read(cls, payload: Mapping[str, Any]) -> Self:
+        edits = [{"type": "evict"}] if payload["op"] == "free" else payload.get("edits", ())
+        return cls(
+            op=payload["op"],
+            tenant=payload.get("tenant", DEFAULT_TENANT),
+            session_id=payload.get("session_id", ""),
+            cache_salt=payload.get("cache_salt"),
+            edits=tuple(ContextEdit.model_validate(edit) for edit in edits),
+            operation_id=payload.get("operation_id", ""),
+            at_once=payload.get("at_once", False),
+            limit=payload.get("limit", 0),
+            after=payload.get("after"),
+        )
+
+    @property
+    def key(self) -> SessionKey:
+        return SessionKey(self.tenant, self.cache_salt, self.session_id)
+
+    @property
+    def edit_types(self) -> list[EditType]:
+        return [EditType(edit.type) for edit in self.edits]
+
+
+def agent_hint_rpc(engine_core: Any, payload: dict[str, Any]) -> Content | Future[Content]:
     """Answer a call of the front end. Runs on the engine's thread, also while it is paused.
 
     Args:
         engine_core: vLLM's ``EngineCore``, of which this is a method.
-        payload: ``{"op": "edit", "session_id", "cache_salt", "edits"}`` or ``{"op": "state"}``.
+        payload: What ``Call.read`` reads.
 
     Returns:
-        ``{"active", "reason", "results", "stats"}``; plain data. Never raises for what a client
-        can send.
+        ``{"active", "reason", "results", "stats"}`` and what the operation adds to it; plain
+        data, or a future of it where the work takes more than one step. vLLM waits for that
+        without holding up the engine. Never raises for what a client can send.
     """
-    hooks = getattr(engine_core.scheduler, "agent_hint", None)
-    edits = [EditType(edit["type"]) for edit in payload.get("edits", ())]
+    call = Call.read(payload)
+    run, nothing = _OPERATIONS[call.op]
+    hooks: EngineHooks | None = getattr(engine_core.scheduler, "agent_hint", None)
     if hooks is None or hooks.sam is None:
-        reason = hooks.reason if hooks is not None else seams.why_inactive
-        unsupported = [
-            EditResult(type=e, status=EditStatus.UNSUPPORTED, reason=reason) for e in edits
-        ]
-        return _answer(active=False, reason=reason, results=unsupported, stats=None)
-    results: list[EditResult] = []
-    key = SessionKey("", payload.get("cache_salt"), payload.get("session_id", ""))
-    try:
-        if payload.get("op") == "edit":
-            block_size = hooks.manager.logical_block_size
-            lowered = [
-                Edit.from_wire(ContextEdit.model_validate(e), block_size) for e in payload["edits"]
-            ]
-            results = hooks.sam.apply_edits(key, lowered, time.monotonic())
+        return _inactive(hooks, call, nothing)
+
+    def answer(content: Content) -> Content:
         stats = hooks.statistics()
+        return {"active": True, "reason": "", "results": [], "stats": stats, **content}
+
+    try:
+        return _then(run(hooks, call, time.monotonic()), answer)
     except Exception:
         hooks.drop_sessions("a management call")
-        return agent_hint_rpc(engine_core, payload)
-    return _answer(active=True, reason="", results=results, stats=stats)
+        return _inactive(hooks, call, nothing)
 
 
-def _answer(
-    *, active: bool, reason: str, results: list[EditResult], stats: dict[str, Any] | None
-) -> dict[str, Any]:
-    """As plain data for msgpack."""
-    plain = [result.model_dump(mode="json") for result in results]
-    return {"active": active, "reason": reason, "results": plain, "stats": stats}
+def _inactive(hooks: EngineHooks | None, call: Call, nothing: Content) -> Content:
+    """Where no hint has an effect there are no sessions; what was done before is still known."""
+    reason = hooks.reason if hooks is not None else seams.why_inactive
+    results = [
+        EditResult(type=edit, status=EditStatus.UNSUPPORTED, reason=reason)
+        for edit in call.edit_types
+    ]
+    content = nothing
+    if hooks is not None and call.op == "operation":
+        content = _operation(hooks, call, time.monotonic())
+    elif hooks is not None and call.operation_id:
+        hooks.outcomes.finish(call.operation_id, call.tenant, results, None, time.monotonic())
+    return {"active": False, "reason": reason, "results": _plain(results), "stats": None, **content}
+
+
+# -- operations that change something --------------------------------------------------------------
+
+
+def _edit(hooks: EngineHooks, call: Call, now: float) -> Content | Future[Content]:
+    """Run edits on one session, whose name is ``session_id`` and ``cache_salt``.
+
+    Adds ``known``: whether there was such a session.
+    """
+    return _accounted(hooks, call, lambda: _apply(hooks, call, now))
+
+
+def _free(hooks: EngineHooks, call: Call, now: float) -> Content | Future[Content]:
+    """Forget one session. The result is that of an ``evict``; adds ``known``, as ``_edit``."""
+    return _accounted(hooks, call, lambda: [_free_session(hooks, call)])
+
+
+def _accounted(
+    hooks: EngineHooks,
+    call: Call,
+    run: Callable[[], list[EditResult] | Future[list[EditResult]]],
+) -> Content | Future[Content]:
+    """Run an operation whose results can be asked for while it runs, and afterwards."""
+    assert hooks.sam is not None
+    is_known = call.key in hooks.sam.sessions
+
+    def content(results: list[EditResult]) -> Content:
+        if call.operation_id:
+            hooks.outcomes.finish(call.operation_id, call.tenant, results, None, time.monotonic())
+        return {"results": _plain(results), "known": is_known}
+
+    if call.operation_id:
+        hooks.outcomes.open(call.operation_id, call.tenant, call.edit_types)
+    return _then(run(), content)
+
+
+def _apply(
+    hooks: EngineHooks, call: Call, now: float
+) -> list[EditResult] | Future[list[EditResult]]:
+    assert hooks.sam is not None
+    block_size = hooks.manager.logical_block_size
+    edits = [Edit.from_wire(edit, block_size) for edit in call.edits]
+    results: Future[list[EditResult]] = Future()
+    hooks.sam.start_edits(call.key, edits, now, results.set_result)
+    if call.at_once:
+        hooks.sam.finish_releases()
+    if results.done():
+        return results.result()
+    hooks.unanswered.add(results)
+    results.add_done_callback(hooks.unanswered.discard)
+    return results
+
+
+def _free_session(hooks: EngineHooks, call: Call) -> EditResult:
+    assert hooks.sam is not None
+    if hooks.sam.free_session(call.key):
+        if call.at_once:
+            hooks.sam.finish_releases()
+        return EditResult(type=EditType.EVICT, status=EditStatus.APPLIED)
+    return EditResult(
+        type=EditType.EVICT,
+        status=EditStatus.MISSING,
+        reason="nothing is recorded for this session",
+    )
+
+
+# -- operations that only look ---------------------------------------------------------------------
+
+
+def _list(hooks: EngineHooks, call: Call, now: float) -> Content:
+    """The tenant's sessions, ``limit`` of them ``after`` the cursor of an earlier one."""
+    assert hooks.sam is not None
+    sessions, layouts = hooks.sam.sessions, hooks.manager.group_layouts()
+    keys = view.page(view.keys_of(call.tenant, sessions), call.limit, call.after)
+    return {"sessions": [view.summary(key, sessions[key], layouts) for key in keys]}
+
+
+def _show(hooks: EngineHooks, call: Call, now: float) -> Content:
+    """One session in full, or None. Takes ``session_id`` and ``cache_salt``."""
+    assert hooks.sam is not None
+    session = hooks.sam.sessions.get(call.key)
+    if session is None:
+        return {"session": None}
+    return {"session": view.describe(call.key, session, hooks.manager.group_layouts(), now)}
+
+
+def _operation(hooks: EngineHooks, call: Call, now: float) -> Content:
+    """What became of ``operation_id``, or None."""
+    found = hooks.outcomes.get(call.operation_id, call.tenant, now)
+    if found is None:
+        return {"operation": None}
+    return {"operation": {"operation_id": call.operation_id, **found.as_plain()}}
+
+
+def _state(hooks: EngineHooks, call: Call, now: float) -> Content:
+    """What a client may know of the engine itself."""
+    assert hooks.sam is not None
+    own = view.keys_of(call.tenant, hooks.sam.sessions)
+    block_size = hooks.manager.logical_block_size
+    return {"state": {"sessions": sum(1 for _ in own), "block_size": block_size}}
+
+
+_Run = Callable[[EngineHooks, Call, float], Content | Future[Content]]
+
+_OPERATIONS: Final[dict[str, tuple[_Run, Content]]] = {
+    # Beside each, what it adds to the answer of an engine that has no sessions.
+    "edit": (_edit, {"known": False}),
+    "free": (_free, {"known": False}),
+    "list": (_list, {"sessions": []}),
+    "show": (_show, {"session": None}),
+    "operation": (_operation, {"operation": None}),
+    "state": (_state, {"state": None}),
+}
+
+
+def _plain(results: Sequence[EditResult]) -> list[dict[str, Any]]:
+    """For msgpack."""
+    return [result.model_dump(mode="json") for result in results]
+
+
+def _then(outcome: T | Future[T], step: Callable[[T], U]) -> U | Future[U]:
+    """``step`` of an outcome, now or as soon as it is there, on the thread that brings it."""
+    if not isinstance(outcome, Future):
+        return step(outcome)
+    following: Future[U] = Future()
+
+    def go_on(done: Future[T]) -> None:
+        try:
+            following.set_result(step(done.result()))
+        except Exception as error:
+            following.set_exception(error)
+
+    outcome.add_done_callback(go_on)
+    return following

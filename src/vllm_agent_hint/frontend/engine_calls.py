@@ -6,8 +6,9 @@ answers are merged.
 """
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from vllm_agent_hint.frontend import metrics
@@ -16,6 +17,8 @@ from vllm_agent_hint.hints import AgentHintParams, EditResult, EditStatus, EditT
 from vllm_agent_hint.stamp import DEFAULT_TENANT
 
 RPC_METHOD: Final = "agent_hint_rpc"
+
+_COMMON: Final = frozenset({"active", "reason", "results", "stats"})
 
 # Best first. What an engine did counts above what another could not do; an engine that failed
 # may hold the session, so a `missing` elsewhere must not hide it.
@@ -41,6 +44,8 @@ class EngineAnswer:
         reason: Why not.
         results: One per edit, in the order of the edits; empty where none were sent.
         stats: Gauges and deltas for ``metrics``, if it sent any.
+        has_failed: It gave no answer; it may hold what was asked for.
+        content: The rest of its answer, by the names that ``engine.utility`` gives it.
     """
 
     engine: int
@@ -48,6 +53,8 @@ class EngineAnswer:
     reason: str = ""
     results: tuple[EditResult, ...] = ()
     stats: dict[str, Any] | None = None
+    has_failed: bool = False
+    content: Mapping[str, Any] = field(default_factory=dict)
 
 
 def edit_call(
@@ -56,8 +63,17 @@ def edit_call(
     operation_id: str,
     *,
     tenant: str = DEFAULT_TENANT,
+    at_once: bool = False,
 ) -> dict[str, Any]:
-    """The payload that runs a hint's edits now."""
+    """The payload that runs a hint's edits now.
+
+    Args:
+        hint: Names the session and the edits.
+        cache_salt: The salt of the session's prompts, a part of its name.
+        operation_id: Names the edits.
+        tenant: Whose session it is.
+        at_once: The engine takes no step while the caller waits.
+    """
     return {
         "op": "edit",
         "tenant": tenant,
@@ -65,12 +81,13 @@ def edit_call(
         "cache_salt": cache_salt,
         "edits": [edit.model_dump(mode="json", exclude_none=True) for edit in hint.edits],
         "operation_id": operation_id,
+        "at_once": at_once,
     }
 
 
 async def call_engines(engine_client: Any, payload: dict[str, Any]) -> list[EngineAnswer]:
     """Ask every engine of an ``AsyncLLM``. Never raises: an engine that can't answer has failed."""
-    edits = payload.get("edits", [])
+    edits = _edits_of(payload)
     try:
         core_client = engine_client.engine_core
         engines = list(core_client.core_engines)
@@ -93,13 +110,16 @@ async def call_engines(engine_client: Any, payload: dict[str, Any]) -> list[Engi
 
 
 def call_engine(llm_engine: Any, payload: dict[str, Any]) -> list[EngineAnswer]:
-    """Ask the engine of an offline ``LLM``, in this process or another one. Never raises."""
-    edits = payload.get("edits", [])
+    """Ask the engine of an offline ``LLM``, in this process or another one. Never raises.
+
+    The engine of this process takes no step before this returns, so ``at_once`` has to be set.
+    """
+    edits = _edits_of(payload)
     try:
         core_client = llm_engine.engine_core
         in_process = getattr(core_client, "engine_core", None)
         reply = (
-            getattr(in_process, RPC_METHOD)(payload)
+            _at_once(getattr(in_process, RPC_METHOD)(payload))
             if in_process is not None
             else core_client.call_utility(RPC_METHOD, payload)
         )
@@ -110,6 +130,23 @@ def call_engine(llm_engine: Any, payload: dict[str, Any]) -> list[EngineAnswer]:
     return answers
 
 
+def _at_once(reply: Any) -> Any:
+    """What an engine in this process answers: nobody could finish a future that is not done.
+
+    Raises:
+        TimeoutError: It is not done.
+    """
+    return reply.result(timeout=0) if isinstance(reply, Future) else reply
+
+
+def _edits_of(payload: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a call is answered for, one result each: a freed session is one evicted."""
+    if payload["op"] == "free":
+        return [{"type": "evict"}]
+    edits: list[dict[str, Any]] = payload.get("edits", [])
+    return edits
+
+
 def merge_results(answers: Sequence[EngineAnswer]) -> list[EditResult]:
     """One result per edit: the best status among the engines, blocks and tokens summed.
 
@@ -117,12 +154,13 @@ def merge_results(answers: Sequence[EngineAnswer]) -> list[EditResult]:
     of the session.
     """
     return [
-        _merge(of_one_edit)
+        best_of(of_one_edit)
         for of_one_edit in zip(*(answer.results for answer in answers), strict=True)
     ]
 
 
-def _merge(results: Sequence[EditResult]) -> EditResult:
+def best_of(results: Sequence[EditResult]) -> EditResult:
+    """What several engines say of one edit, at least one of them."""
     best = min(results, key=lambda result: _RANKED.index(result.status))
     status, reason = best.status, best.reason
     failed = [result for result in results if result.status is EditStatus.FAILED]
@@ -134,6 +172,7 @@ def _merge(results: Sequence[EditResult]) -> EditResult:
         status=status,
         blocks=sum(result.blocks for result in results),
         tokens=sum(result.tokens for result in results),
+        beyond_range=sum(result.beyond_range for result in results),
         reason=reason,
     )
 
@@ -152,15 +191,15 @@ def _read(engine: int, edits: Sequence[dict[str, Any]], reply: Any) -> EngineAns
             raise ValueError(f"{len(results)} results for {len(edits)} edits")
     except Exception as error:
         return _failure(engine, edits, error)
-    return EngineAnswer(engine, active, reason, results, stats)
+    content = {key: value for key, value in reply.items() if key not in _COMMON}
+    return EngineAnswer(engine, active, reason, results, stats, content=content)
 
 
 def _failure(engine: int, edits: Sequence[dict[str, Any]], error: BaseException) -> EngineAnswer:
     name_once("a call to an engine failed; its edits answer `failed`", error)
     reason = f"engine {engine} could not answer ({type(error).__name__}); the server's log has more"
-    return EngineAnswer(
-        engine, False, reason, _same_for_all(edits, EditStatus.FAILED, reason), None
-    )
+    results = _same_for_all(edits, EditStatus.FAILED, reason)
+    return EngineAnswer(engine, False, reason, results, has_failed=True)
 
 
 def _same_for_all(

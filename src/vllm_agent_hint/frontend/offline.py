@@ -32,5 +32,5 @@ def manage(
         raise TypeError(f"manage() needs a vllm.LLM, not {type(llm).__name__}")
     if not params.edits:
         return []
-    payload = edit_call(params, cache_salt, uuid.uuid4().hex)
+    payload = edit_call(params, cache_salt, uuid.uuid4().hex, at_once=True)
     return merge_results(call_engine(llm_engine, payload))

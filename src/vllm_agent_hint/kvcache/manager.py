@@ -14,6 +14,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
     SlidingWindowManager,
 )
 
+from vllm_agent_hint.hints import RetentionResult
 from vllm_agent_hint.kvcache.pool import AgentBlockPool
 from vllm_agent_hint.kvcache.rebinding import rebound
 from vllm_agent_hint.sessions.blockmeta import BlockMetaUpdateResult
@@ -33,6 +34,7 @@ class TrackedRequest:
         num_hits: Logical blocks per KV cache group that it found cached, at the time when it
             found fewest: what it computed itself and found again after a preemption is its own.
         is_complete: The front end has all that it wanted of it, so that its abort is a success.
+        retention: What became of it, once it has ended.
         checkpoints: Per KV cache group of states or windows, what was recorded of it last, by
             logical index.
     """
@@ -41,6 +43,7 @@ class TrackedRequest:
     stamp: Stamp | None = None
     num_hits: dict[int, int] = field(default_factory=dict)
     is_complete: bool = False
+    retention: RetentionResult | None = None
     checkpoints: dict[int, dict[int, KVCacheBlock]] = field(default_factory=dict)
 
 
