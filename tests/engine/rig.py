@@ -229,6 +229,7 @@ class Engine:
                 "cache_salt": cache_salt,
                 "edits": [{"type": edit} for edit in edits or ("evict",)],
                 "operation_id": "op",
+                "at_once": True,
             },
         )
         assert answer["active"], answer["reason"]

@@ -247,7 +247,7 @@ FAULTS: list[tuple[Any, str, Callable[[Engine], None]]] = [
     (SessionAwareManager, "reset", reset),
     (SessionAwareManager, "request_scheduled", hit_with_a_hint),
     (SessionAwareManager, "start_edits", edit_with_a_request),
-    (SessionAwareManager, "apply_edits", manage),
+    (SessionAwareManager, "start_edits", manage),
     (SessionAwareManager, "reject_edits", abort_with_an_edit),
     (Ledger, "note_hits", hit),
     (Ledger, "blocks_reused", reuse),
