@@ -11,11 +11,9 @@ from vllm.v1.metrics import stats as vllm_stats
 
 from tests.engine.rig import KINDS, Clock, Engine, hinted, make_scheduler, prompt
 from vllm_agent_hint.engine import hooks as engine_hooks
-from vllm_agent_hint.engine.scheduler_stats import add_field_to_scheduler_stats
+from vllm_agent_hint.engine.scheduler_stats import FIELD, add_field_to_scheduler_stats
 from vllm_agent_hint.engine.utility import agent_hint_rpc
 from vllm_agent_hint.settings import Settings
-
-add_field_to_scheduler_stats(vllm_stats)
 
 
 class Reports:
@@ -49,8 +47,16 @@ def reports() -> Iterator[Reports]:
         found.sent.append(stats)
         return stats
 
-    with patch.object(Scheduler, "make_stats", noted):
+    stats = vllm_stats.SchedulerStats
+    with (
+        patch.object(Scheduler, "make_stats", noted),
+        # For these tests alone: with the field there, each step takes the counters away.
+        patch.dict(stats.__dataclass_fields__),
+        patch.dict(stats.__annotations__),
+    ):
+        add_field_to_scheduler_stats(vllm_stats)
         yield found
+        delattr(stats, FIELD)
 
 
 def plugged(**options: Any) -> Engine:

@@ -157,7 +157,7 @@ def test_the_accounts_are_those_of_an_engine_that_acts(kind: str, clock: Clock) 
     assert found == accounts(acting)
     assert found[0]["active"]
     assert found[0]["blocks"]["ttl"] > 0
-    assert found[0]["counters"] == {"expired": 1}
+    assert found[0]["expired"] == 1
     assert found[0]["edits"] == [["evict", "applied", 1]]
 
 

@@ -185,7 +185,7 @@ def test_two_api_servers_know_one_session_and_add_up_to_one_set_of_metrics(
         turn(server, "agent")
         server.complete(tokens(300, seed=50 + turns))
         turns += 1
-        assert turns < 40
+        assert turns < 400, "the kernel gives one of them every connection"
 
     hinted, unhinted = turns * CONTEXT, turns * 300
     soon(lambda: server.metrics()["vllm:prefix_cache_queries_total"], hinted + unhinted)
@@ -234,11 +234,12 @@ def test_data_parallel_engines_count_apart_and_edits_reach_them_all(serve: Serve
     assert by_engine(server.metrics(), "prompt_tokens_total", hinted="yes") == [1_000, 3_000]
     assert by_engine(server.metrics(), "prompt_tokens_total", hinted="no") == [300, 600]
     cached = by_engine(server.metrics(), "cached_prompt_tokens_total", hinted="yes")
-    assert cached == [0, 2 * CONTEXT_BLOCKS * 128]
+    assert cached == [0, CONTEXT_BLOCKS * 128], "the agent's second turn on that engine"
     gauges(server)
     assert by_engine(server.metrics(), "active") == [1, 1]
     assert by_engine(server.metrics(), "sessions") == [1, 2]
-    assert by_engine(server.metrics(), "blocks", zone="ttl") == [CONTEXT_BLOCKS] * 2
+    protected = by_engine(server.metrics(), "blocks", zone="ttl")
+    assert protected == [CONTEXT_BLOCKS, 2 * CONTEXT_BLOCKS]
 
     evicted = evict(server, "agent")
     assert (evicted["status"], evicted["blocks"]) == ("applied", 2 * CONTEXT_BLOCKS)

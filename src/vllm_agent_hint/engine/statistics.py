@@ -33,8 +33,8 @@ def take_statistics(
 
     Returns:
         ``active``, ``sessions`` (named and anonymous), ``records``, ``leases`` that run,
-        ``blocks`` per zone (active ones included); ``counters`` (those of ``PLAIN_COUNTERS`` that
-        moved), ``pressure_overrides`` per zone, ``clipped`` blocks per bound (sessions for
+        ``blocks`` per zone (active ones included); each of ``PLAIN_COUNTERS``,
+        ``pressure_overrides`` per zone, ``clipped`` blocks per bound (sessions for
         ``max_sessions``), ``edits`` as ``[operation, status, count]``, ``slices``.
     """
     counters = SessionCounters()
@@ -53,7 +53,7 @@ def take_statistics(
             "session": pool.num_blocks_in[Zone.SESSION],
             "ttl": pool.num_blocks_in[Zone.TTL],
         },
-        "counters": {name: n for name in PLAIN_COUNTERS if (n := getattr(counters, name))},
+        **{name: getattr(counters, name) for name in PLAIN_COUNTERS},
         "pressure_overrides": {zone.name.lower(): n for zone, n in overrides.items()},
         "clipped": dict(counters.clipped),
         "edits": [[*what, n] for what, n in counters.edits.items()],

@@ -129,8 +129,8 @@ class AgentHintMetrics:
             gauge.labels(*labels).set(stats[name])
         for zone, blocks in stats["blocks"].items():
             self._blocks.labels(*labels, zone).set(blocks)
-        for name, events in stats["counters"].items():
-            self._counters[name].labels(*labels).inc(events)
+        for name, counter in self._counters.items():
+            counter.labels(*labels).inc(stats[name])
         for zone, overrides in stats["pressure_overrides"].items():
             self._pressure_overrides.labels(*labels, zone).inc(overrides)
         for bound, clipped in stats["clipped"].items():
