@@ -313,6 +313,19 @@ def test_siblings_run_their_edits_once_after_the_last() -> None:
     assert not any(len(entry) > 1 for entry in edits[:-1])
 
 
+def test_several_prompts_of_one_request_that_run_one_by_one_release_nothing() -> None:
+    engine = make_engine(max_num_seqs=1)
+    stamp = Stamp(hinted("agent", 300.0), "", "op", 2)
+    prompts = [[*CONTEXT, *prompt(family, 16)] for family in (31, 32)]
+    for tokens in prompts:
+        engine.add(tokens, extra_args={STAMP_KEY: stamp.sealed()})
+    engine.run()
+    for tokens in prompts:
+        blocks = engine.cached_ids(tokens)
+        assert blocks
+        assert all(engine.pool.blocks[i]._session_ref_cnt for i in blocks)
+
+
 def test_siblings_reject_their_edits_if_one_of_them_was_aborted() -> None:
     engine = make_engine()
     stamp = Stamp(hinted("agent", 300.0, "evict"), "", "op", 2)

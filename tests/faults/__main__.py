@@ -109,7 +109,8 @@ def _try_all(faults: Sequence[Fault], jobs: int) -> list[Trial]:
             colour = _COLOURS[trial.outcome]
             console.print(
                 f"[{colour}]{trial.outcome.value}[/] {escape(trial.fault.name)} "
-                f"({trial.seconds:.0f} s) {escape(trial.caught_by or trial.detail)}"
+                f"({trial.seconds:.0f} s) {escape(trial.caught_by or trial.detail)}",
+                soft_wrap=True,
             )
     return [trials[fault.name] for fault in faults]
 

@@ -85,6 +85,7 @@ def try_fault(checkout: Path, fault: Fault) -> Trial:
     outcome = Outcome.NO_VERDICT
     if verdict.passed:
         outcome = Outcome.SURVIVED
+        verdict = Verdict(verdict.code)
     elif verdict.code == _SOME_FAILED and verdict.failed:
         outcome = Outcome.CAUGHT
     seconds = time.monotonic() - started

@@ -634,6 +634,21 @@ def test_a_newcomer_is_clipped_from_its_tail_when_nothing_is_left_to_give_way() 
     assert engine.sam.counters.clipped == {"protected_share": 3}
 
 
+def test_a_tenant_has_its_part_of_the_share_and_no_more() -> None:
+    settings = Settings(protected_share=0.5, tenant_share=0.5)
+    engine = PlainEngine(num_blocks=21, settings=settings)
+    first, second = (SessionKey("red", None, name) for name in "ab")
+    engine.turn(first, "stuvwxyz", ttl=300.0)
+    assert engine.blocks_of(first) == [1, 2, 3, 4, 5]
+    assert engine.sam.counters.clipped == {"tenant_share": 3}
+    engine.turn(second, "stuvw", ttl=300.0)
+    assert engine.blocks_of(second) == [1, 2, 3, 4, 5], "what is shared counts once"
+    engine.turn(second, "other", ttl=300.0)
+    blue = SessionKey("blue", None, "a")
+    engine.turn(blue, "ABC", ttl=300.0)
+    assert len(engine.blocks_of(blue)) == 3, "what one tenant holds is no other's loss"
+
+
 def test_what_gives_way_and_is_shared_with_the_newcomer_makes_no_room() -> None:
     engine = PlainEngine(num_blocks=11, settings=Settings(protected_share=0.5))
     engine.turn(A, "wxyz", ttl=60.0)
