@@ -1,6 +1,7 @@
 """What hints do to real requests in vLLM's real scheduler, one behaviour at a time."""
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from tests.engine.invariants import check_invariants
 from tests.engine.rig import (
@@ -287,6 +288,20 @@ def test_the_edits_of_an_aborted_request_are_rejected() -> None:
     engine.abort(request_id)
     assert engine.pool.num_blocks_in[Zone.TTL] >= 20
     assert engine.scheduler.agent_hint.statistics()["edits"] == [["evict", "rejected", 1]]
+
+
+@pytest.mark.parametrize("is_complete", [True, False], ids=["stop string", "client left"])
+def test_a_request_that_the_front_end_ends_is_complete_if_it_is_named_twice(
+    is_complete: bool,
+) -> None:
+    engine = make_engine()
+    request_id = engine.add(CONTEXT, hint=hinted("agent", 300.0, "evict"), max_tokens=50)
+    engine.step()
+    ids = [request_id] * (2 if is_complete else 1)
+    engine.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+    engine.run()
+    status = "applied" if is_complete else "rejected"
+    assert engine.scheduler.agent_hint.statistics()["edits"] == [["evict", status, 1]]
 
 
 def test_an_aborted_request_ends_no_part_of_the_recorded_context() -> None:

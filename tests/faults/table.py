@@ -454,6 +454,47 @@ FAULTS: Final = (
         new="            self.counters.superseded_regret_tokens += 0 * blocks *",
         tests=("unit/test_lineages.py",),
     ),
+    Fault(
+        "what was found cached counts as computed",
+        breaks="only what the session's own requests computed goes to the front of the line",
+        file="sessions/ledger.py",
+        old="logical >= prefix.num_hits))",
+        new="True))",
+        tests=(SESSIONS,),
+    ),
+    Fault(
+        "a request protects its own copy of a block",
+        breaks="where the pool holds equal content twice, the copy that a match returns is kept",
+        file="sessions/ledger.py",
+        old="Newcomer(position, logical, *cached, logical",
+        new="Newcomer(position, logical, prefix.block_ids[position], cached[1], logical",
+        tests=("unit/test_sessions.py",),
+    ),
+    Fault(
+        "a preempted request is not recorded",
+        breaks="preempted requests are recorded before their blocks go",
+        file="engine/scheduler.py",
+        old="        if request.request_id in self.agent_hint.tracked:\n"
+        "            self.agent_hint.request_preempted(request)\n",
+        new="",
+        tests=("engine/test_scheduler_retention.py",),
+    ),
+    Fault(
+        "the state at the end of the prompt is not recorded",
+        breaks="the checkpoints at the prompt's end are recorded, too",
+        file="kvcache/manager.py",
+        old="        ends = {prompt, prompt - 1, request.num_tokens - 1}\n",
+        new="        ends = {request.num_tokens - 1}\n",
+        tests=("engine/test_scheduler_retention.py",),
+    ),
+    Fault(
+        "a turn that a stop string ends counts as aborted",
+        breaks="whatever the client wanted is a success",
+        file="engine/hooks.py",
+        old="            if times > 1:\n",
+        new="            if times > 2:\n",
+        tests=("engine/test_scheduler_retention.py",),
+    ),
     # -- leases and time ---------------------------------------------------------------------------
     Fault(
         "a lease expires early",
@@ -528,6 +569,46 @@ FAULTS: Final = (
         new="                len(lineage),\n                floor_token=lineage.trim_to,\n",
         tests=("unit/test_sessions.py",),
     ),
+    Fault(
+        "a leader waits for ever",
+        breaks="a leader's wait is bounded",
+        file="sessions/manager.py",
+        old="        if max(lease.due_at, now) >= limit or not family",
+        new="        if not family",
+        tests=("unit/test_families.py",),
+    ),
+    Fault(
+        "renewal can't be switched off",
+        breaks="VLLM_AGENT_HINT_RENEW=0 leaves the lease its old deadline",
+        file="sessions/manager.py",
+        old="if asked or self._settings.renew else None",
+        new="if asked is not None else None",
+        tests=("unit/test_sam.py::TestWithoutRenewal",),
+    ),
+    Fault(
+        "an evict leaves the history",
+        breaks="evict drops the claims and the history of the context",
+        file="sessions/manager.py",
+        old="        self.history.forget_all(session)\n        if not session.live:\n",
+        new="        if not session.live:\n",
+        tests=(SESSIONS,),
+    ),
+    Fault(
+        "a reset that fails drops the marks",
+        breaks="a failed reset changes nothing",
+        file="kvcache/pool.py",
+        old="        if done:\n            self.drop_all_meta()\n",
+        new="        if done is not None:\n            self.drop_all_meta()\n",
+        tests=(POOL,),
+    ),
+    Fault(
+        "a block that moves leaves its marks behind",
+        breaks="sessions follow the content",
+        file="kvcache/pool.py",
+        old="        dst_block._ttl_expire_at = src_block._ttl_expire_at\n",
+        new="",
+        tests=(POOL,),
+    ),
     # -- the order of reuse ------------------------------------------------------------------------
     Fault(
         "a context is released head first",
@@ -569,6 +650,22 @@ FAULTS: Final = (
         old="        if settings.shadow:\n",
         new="        if settings.shadow and not settings.sam:\n",
         tests=("engine/test_shadow.py",),
+    ),
+    Fault(
+        "broken reservations are not counted",
+        breaks="each broken reservation is counted",
+        file="kvcache/pool.py",
+        old="            self.pressure_overrides.update(block.zone for block in taken)\n",
+        new="",
+        tests=(POOL, "engine/test_shadow.py"),
+    ),
+    Fault(
+        "what expires enters where an evict does",
+        breaks="where a released block enters is named per cause",
+        file="sessions/manager.py",
+        old="            lineage, self._policy.expired, partial(",
+        new="            lineage, self._policy.evicted, partial(",
+        tests=("engine/test_scheduler_retention.py",),
     ),
     # -- bounds ------------------------------------------------------------------------------------
     Fault(
@@ -621,6 +718,22 @@ FAULTS: Final = (
         "    for child in children:\n        yield from tree(child)\n",
         tests=("unit/test_families.py",),
     ),
+    Fault(
+        "histories grow without bound",
+        breaks="everything is bounded",
+        file="sessions/history.py",
+        old="        while self.size > self._bound:\n",
+        new="        while self.size > self._bound * 100:\n",
+        tests=(BOUNDED_SESSIONS,),
+    ),
+    Fault(
+        "a session with a request alive is forgotten for another",
+        breaks="above max_sessions the one used longest ago goes, unless it is alive",
+        file="sessions/manager.py",
+        old="for s in self.sessions.values() if not s.live and not s.is_heir)",
+        new="for s in self.sessions.values() if not s.is_heir)",
+        tests=("unit/test_sessions.py",),
+    ),
     # -- edits of requests -------------------------------------------------------------------------
     Fault(
         "the edits of an aborted request run",
@@ -637,6 +750,24 @@ FAULTS: Final = (
         old="        if entry.requests_left > 0:\n",
         new="        if entry.requests_left > 1:\n",
         tests=("engine/test_scheduler_retention.py",),
+    ),
+    Fault(
+        "an engine that knows no session hides one that failed",
+        breaks="a session is not missing where an engine failed",
+        file="frontend/engine_calls.py",
+        old="    EditStatus.REJECTED,\n    EditStatus.FAILED,\n    EditStatus.UNSUPPORTED,\n"
+        "    EditStatus.MISSING,\n",
+        new="    EditStatus.REJECTED,\n    EditStatus.MISSING,\n    EditStatus.UNSUPPORTED,\n"
+        "    EditStatus.FAILED,\n",
+        tests=("serve/test_management.py::test_a_session_is_not_missing_where_an_engine_failed",),
+    ),
+    Fault(
+        "an operation is done as soon as one engine is",
+        breaks="an operation is pending while it is so on any engine",
+        file="frontend/merging.py",
+        old='"pending" if any(part["status"]',
+        new='"pending" if all(part["status"]',
+        tests=("unit/test_merging.py",),
     ),
     Fault(
         "a stream gets an event of its own",
@@ -698,6 +829,14 @@ FAULTS: Final = (
         new="tenant=DEFAULT_TENANT,",
         tests=("engine/test_utility.py",),
     ),
+    Fault(
+        "a key that nobody checked makes a tenant",
+        breaks="a tenant comes from an API key that the server accepts",
+        file="frontend/tenants.py",
+        old="    return key if any(matches) else None\n",
+        new="    return key if matches else None\n",
+        tests=("serve/test_tenants.py::test_a_path_without_a_guard_makes_nobody_a_tenant",),
+    ),
     # -- failing open ------------------------------------------------------------------------------
     Fault(
         "a hook has no guard",
@@ -708,6 +847,24 @@ FAULTS: Final = (
         tests=(
             "engine/test_fail_open.py::test_a_fault_at_any_hook_leaves_plain_lru_and_the_metrics_say_so",
         ),
+    ),
+    Fault(
+        "the clock's hook has no guard",
+        breaks="no fault of the session core reaches vLLM",
+        file="engine/hooks.py",
+        old='            except Exception:\n                self.drop_sessions("expire_due")\n',
+        new='            except ValueError:\n                self.drop_sessions("expire_due")\n',
+        tests=(
+            "engine/test_fail_open.py::test_a_fault_at_any_hook_leaves_plain_lru_and_the_metrics_say_so",
+        ),
+    ),
+    Fault(
+        "a fault leaves management waiting",
+        breaks="what was pending when sessions are dropped has failed",
+        file="engine/hooks.py",
+        old="        self.outcomes.abandon(self.reason, time.monotonic())\n",
+        new="",
+        tests=("engine/test_utility.py",),
     ),
     Fault(
         "a fault leaves the blocks marked",
