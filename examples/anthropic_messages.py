@@ -11,12 +11,12 @@ client = Anthropic(
 )
 
 session = {"agent_hint": {"session_id": "claude-1", "cache_control": {"ttl": 120}}}
-conversation = [{"role": "user", "content": "Read this log. " + "a line of the log; " * 250}]
+conversation = [{"role": "user", "content": "Read this module. " + "a line of its source; " * 200}]
 
 reply = client.messages.create(
     model=MODEL, messages=conversation, max_tokens=16, extra_body=session
 )
-print(f"{reply.usage.input_tokens} input tokens;", reply.agent_hint)
+print(f"{reply.usage.cache_read_input_tokens} input tokens cached;", reply.agent_hint)
 
 conversation += [
     {"role": "assistant", "content": reply.content},
@@ -26,7 +26,7 @@ for event in client.messages.create(
     model=MODEL, messages=conversation, max_tokens=16, extra_body=session, stream=True
 ):
     if event.type == "message_delta":  # the event that ends the answer has the report
-        print(f"{event.usage.output_tokens} output tokens, streamed;", event.agent_hint)
+        print(f"{event.usage.cache_read_input_tokens} input tokens cached;", event.agent_hint)
 
 evict = {
     "session_id": "claude-1",

@@ -11,7 +11,7 @@ MODEL = os.environ.get("MODEL", "model")
 client = OpenAI(base_url=BASE_URL, api_key=API_KEY)
 
 session = {"session_id": "codex-1", "cache_control": {"ttl": 120}}
-conversation = [{"role": "user", "content": "Read this log. " + "a line of the log; " * 250}]
+conversation = [{"role": "user", "content": "Read this patch. " + "a line of the patch; " * 200}]
 
 reply = client.responses.create(
     model=MODEL, input=conversation, max_output_tokens=16, extra_body={"agent_hint": session}
