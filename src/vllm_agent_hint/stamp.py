@@ -52,13 +52,13 @@ class Stamp:
 
 
 class _Sealed(dict[str, Any]):
-    """Shows nothing of itself: vLLM can log the parameters of every request.
+    """Shows only which operation it belongs to: vLLM can log the parameters of every request.
 
-    Who reads a log shall learn no session id, and no stamp to send in again.
+    Who reads a log shall learn no session id, no tenant, and no stamp to send in again.
     """
 
     def __repr__(self) -> str:
-        return "<agent hint>"
+        return f"<agent hint, operation {self['operation_id']} of {self['engine_requests']}>"
 
 
 def open_stamp(sealed: Any) -> Stamp | None:

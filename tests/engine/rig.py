@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -208,7 +209,7 @@ class Engine:
 
     def _wants_steps(self) -> bool:
         ours = getattr(self.scheduler, "agent_hint", None)
-        releases = ours is not None and ours.has_releases
+        releases = ours is not None and ours.wants_steps
         return releases or self.scheduler.has_unfinished_requests()
 
     def serve(self, tokens: Sequence[int], **kwargs: Any) -> int:
@@ -218,23 +219,26 @@ class Engine:
         return self.cached[request_id]
 
     def edit(
-        self, session_id: str, *edits: str, cache_salt: str | None = None
+        self, session_id: str, *edits: str | dict[str, Any], cache_salt: str | None = None
     ) -> list[dict[str, Any]]:
-        """A management call, as the engine core runs it between two steps."""
-        answer = agent_hint_rpc(
-            SimpleNamespace(scheduler=self.scheduler),
-            {
-                "op": "edit",
-                "session_id": session_id,
-                "cache_salt": cache_salt,
-                "edits": [{"type": edit} for edit in edits or ("evict",)],
-                "operation_id": "op",
-                "at_once": True,
-            },
+        """A management call that is done when it returns, as that of an offline engine is."""
+        wire = [{"type": e} if isinstance(e, str) else e for e in edits or ("evict",)]
+        answer = self.call(
+            "edit", session_id=session_id, cache_salt=cache_salt, edits=wire, at_once=True
         )
-        assert answer["active"], answer["reason"]
         results: list[dict[str, Any]] = answer["results"]
         return results
+
+    def call(self, op: str, **payload: Any) -> Any:
+        """A management call, as the engine core runs it between two steps.
+
+        Returns:
+            The answer, or a future of it.
+        """
+        core = SimpleNamespace(scheduler=self.scheduler)
+        answer = agent_hint_rpc(core, {"op": op, "operation_id": "op", **payload})
+        assert isinstance(answer, Future) or answer["active"], answer["reason"]
+        return answer
 
     # -- looking ---------------------------------------------------------------------------------
 

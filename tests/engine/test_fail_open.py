@@ -12,6 +12,7 @@ from vllm.v1.core.block_pool import BlockPool as StockBlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager as StockManager
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 from vllm.v1.core.sched import scheduler as scheduler_module
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.engine.conftest import Log
@@ -324,6 +325,11 @@ def expire(engine: Engine) -> None:
     engine.step()
 
 
+def pause(engine: Engine) -> None:
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+
 def look_at_the_time(engine: Engine) -> None:
     engine.step()
 
@@ -342,6 +348,7 @@ TRIGGERS: dict[str, Callable[[Engine], None]] = {
     "run_edits": edit_with_a_request,
     "expire_due": look_at_the_time,
     "tick": expire,
+    "pause_changed": pause,
     "blocks_reused": reuse,
     "block_moved": move,
     "pool_short": run_short,

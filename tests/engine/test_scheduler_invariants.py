@@ -2,6 +2,7 @@
 
 import os
 import sys
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -15,9 +16,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from vllm.v1.core.sched.interface import PauseState
 
 from tests.engine.invariants import check_invariants, check_nothing_left
 from tests.engine.rig import SAMPLED_TOKEN, Clock, Engine, hinted, make_scheduler, prompt
+from vllm_agent_hint.sessions import family
+from vllm_agent_hint.sessions.intent import SessionKey
 from vllm_agent_hint.settings import Placement, Settings
 from vllm_agent_hint.stamp import STAMP_KEY, Stamp
 
@@ -49,6 +53,7 @@ class HintedScheduler(RuleBasedStateMachine):
         self.clock.start()
         self.contexts: dict[str, list[int]] = {}
         self.num_operations = 0
+        self.unanswered: list[Future[Any]] = []
 
     @initialize(
         num_blocks=st.sampled_from([20, 20, 28, 40, 64]),
@@ -57,6 +62,8 @@ class HintedScheduler(RuleBasedStateMachine):
         max_records=st.sampled_from([0, 6, 1000, 1000]),
         max_sessions=st.sampled_from([1, 2, 100, 100]),
         max_history=st.sampled_from([3, 1000]),
+        max_lineages=st.sampled_from([1, 2, 8]),
+        max_depth=st.sampled_from([2, 8]),
         release_slice=st.sampled_from([1, 1024]),
         renew=st.booleans(),
         expired_enters=st.sampled_from(Placement),
@@ -220,6 +227,77 @@ class HintedScheduler(RuleBasedStateMachine):
         assert [r["status"] for r in results] in (["applied"], ["missing"])
         assert self._undisturbed(key) == before
 
+    @rule(
+        session_id=session_ids,
+        start=st.sampled_from([0, 1, 2, 5]),
+        length=st.sampled_from([1, 3, 100]),
+    )
+    def evict_range(self, session_id: str, start: int, length: int) -> None:
+        """Nothing else changes, and what lies before the range stays."""
+        key = SessionKey("", None, session_id)
+        before = self._undisturbed(key)
+        blocks = {"block_start": start, "block_end": start + length}
+        results = self.engine.edit(session_id, {"type": "evict", **blocks})
+        assert [r["status"] for r in results] in (["applied"], ["partial"], ["missing"])
+        assert self._undisturbed(key) == before
+        if key in self.engine.sam.sessions:
+            for lineage in self.engine.sam.sessions[key].lineages:
+                assert len(lineage.chains[0]) <= start or lineage.chains[0].logical is not None
+
+    @rule(session_id=session_ids)
+    def evict_while_the_engine_goes_on(self, session_id: str) -> None:
+        """The claims end a slice at a time, and the answer comes with the last."""
+        answer = self.engine.call("edit", session_id=session_id, edits=[{"type": "evict"}])
+        if isinstance(answer, Future):
+            assert self.engine.scheduler.has_requests()
+            self.unanswered.append(answer)
+
+    @rule(session_id=session_ids)
+    def free_a_tree(self, session_id: str) -> None:
+        key = SessionKey("", None, session_id)
+        tree = list(family.tree(self.engine.sam.sessions[key])) if self._knows(key) else []
+        (result,) = self.engine.edit(session_id, {"type": "evict", "include_children": True})
+        assert result["status"] == ("applied" if tree else "missing")
+        assert not any(self._knows(session.key) for session in tree)
+
+    @rule(session_id=session_ids)
+    def free_session(self, session_id: str) -> None:
+        """A request of it that is still running leaves nothing behind."""
+        (result,) = self.engine.call("free", session_id=session_id, at_once=True)["results"]
+        assert result["status"] in ("applied", "missing")
+        assert not self._knows(SessionKey("", None, session_id))
+
+    def _knows(self, key: object) -> bool:
+        return key in self.engine.sam.sessions
+
+    @rule(
+        session_id=session_ids,
+        parent=session_ids,
+        ttl=ttls,
+        family=families,
+        at_once=runs_now,
+    )
+    def work_for_a_parent(
+        self, session_id: str, parent: str, ttl: float | None, family: int, at_once: bool
+    ) -> None:
+        if session_id != parent:
+            hint = {**hinted(session_id, ttl), "parent_session_id": parent}
+            self._send(_tokens(family, 16, 48), hint=hint, at_once=at_once)
+
+    @rule(
+        state=st.sampled_from([PauseState.PAUSED_NEW, PauseState.PAUSED_ALL]), n=st.integers(0, 4)
+    )
+    def pause(self, state: PauseState, n: int) -> None:
+        """Steps, edits and a reset while the engine is paused."""
+        self.engine.scheduler.set_pause_state(state)
+        for _ in range(n):
+            self.engine.step()
+            check_invariants(self.engine.scheduler)
+        assert not isinstance(
+            self.engine.call("edit", session_id="a", edits=[{"type": "evict"}]), Future
+        )
+        self.engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+
     def _undisturbed(self, key: object) -> list[Any]:
         pool = self.engine.pool
         coordinator = self.engine.scheduler.kv_cache_manager.coordinator
@@ -236,7 +314,7 @@ class HintedScheduler(RuleBasedStateMachine):
                         [(lease.deadline, lease.is_armed) for lease in lineage.leases],
                     )
                     for lineage in session.lineages
-                    if lineage.trim_to is None  # What has expired goes on going.
+                    if lineage.trim_to is None and len(lineage)  # What has expired goes on going.
                 ]
         return [[(b.ref_cnt, b.block_hash) for b in pool.blocks], tables, others]
 
@@ -335,6 +413,7 @@ class HintedScheduler(RuleBasedStateMachine):
         self.engine.step()
         self.engine.drain()
         self.engine.sam.free_all_sessions()
+        assert all(answer.done() for answer in self.unanswered)
         check_invariants(self.engine.scheduler)
         check_nothing_left(self.engine.scheduler)
 

@@ -94,8 +94,8 @@ def _run_clean(faults: Sequence[Fault], jobs: int) -> None:
         for run in runs:
             verdict = run.result()
             if not verdict.passed:
-                console.print(f"[bold red]red without a fault:[/] {escape(verdict.failed)}")
-                console.print(escape(verdict.detail))
+                said = f"{verdict.failed} {verdict.detail}"
+                console.print(f"[bold red]red without a fault:[/] {escape(said)}", soft_wrap=True)
                 sys.exit(1)
 
 

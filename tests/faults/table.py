@@ -97,9 +97,9 @@ FAULTS: Final = (
         breaks="each free block lies in the zone that its scalars say",
         invariant=2,
         file="kvcache/pool.py",
-        old="                if block.prev_free_block is not None:\n                    moved",
+        old="                if block.prev_free_block is not None:\n                    entering",
         new="                if block.prev_free_block is not None and before > after:\n"
-        "                    moved",
+        "                    entering",
         tests=(POOL,),
     ),
     # -- 3: counts ---------------------------------------------------------------------------------
@@ -233,11 +233,11 @@ FAULTS: Final = (
         breaks="no edit changes a block held by an active request",
         invariant=6,
         file="kvcache/pool.py",
-        old="        if moved:\n            self.free",
+        old="        for zone, moved in entering.items():\n",
         new="        for block_id in block_ids if placement is Placement.FRONT else ():\n"
         "            if blocks[block_id].ref_cnt and blocks[block_id].zone is Zone.ORDINARY:\n"
         "                self.free_blocks([blocks[block_id]])\n"
-        "        if moved:\n            self.free",
+        "        for zone, moved in entering.items():\n",
         tests=(
             "engine/test_scheduler_retention.py::test_an_evict_does_not_touch_the_blocks_of_a_running_request",
         ),
@@ -247,10 +247,10 @@ FAULTS: Final = (
         breaks="hints change no hash: what was evicted matches until it is reused",
         invariant=6,
         file="kvcache/pool.py",
-        old="        if moved:\n            self.free",
-        new="        for block in moved if placement is Placement.FRONT else ():\n"
-        "            self._maybe_evict_cached_block(block)\n"
-        "        if moved:\n            self.free",
+        old="        for zone, moved in entering.items():\n",
+        new="        for zone, moved in entering.items():\n"
+        "            for block in moved if placement is Placement.FRONT else ():\n"
+        "                self._maybe_evict_cached_block(block)\n",
         tests=(
             "engine/test_scheduler_retention.py::test_an_evicted_context_still_matches_until_it_is_reused",
         ),
@@ -790,8 +790,8 @@ FAULTS: Final = (
         "a stamp can be read in the log",
         breaks="who reads a log learns no session id, and no stamp to send in again",
         file="stamp.py",
-        old='        return "<agent hint>"\n',
-        new="        return super().__repr__()\n",
+        old='        return f"<agent hint, operation',
+        new='        return super().__repr__() + f"<agent hint, operation',
         tests=("unit/test_stamp.py",),
     ),
     Fault(

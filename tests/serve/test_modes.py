@@ -147,15 +147,16 @@ def test_a_turn_that_is_interrupted_is_recorded_when_it_ends(
 ) -> None:
     """A reset takes its blocks away in mid-flight, and it computes them again."""
     answers: list[Completion] = []
-    request = threading.Thread(target=lambda: answers.append(turn(server, "long", max_tokens=200)))
+    request = threading.Thread(target=lambda: answers.append(turn(server, "long", max_tokens=400)))
     before = server.metrics()["vllm:generation_tokens_total"]
     request.start()
     wait_for(lambda: server.metrics()["vllm:generation_tokens_total"] > before)
     ask(server, *paths)
+    assert request.is_alive(), "it was not interrupted"
     request.join(60)
 
-    assert len(answers[0].token_ids) == 200
-    assert gauges(server)["leases"] == 1
+    assert len(answers[0].token_ids) == 400
+    wait_for(lambda: gauges(server)["leases"] == 1)
     assert evict(server, "long")["blocks"] >= CONTEXT_BLOCKS
     left = gauges(server)
     assert left["records"] == left["protected"] == left["leases"] == 0

@@ -1,6 +1,6 @@
 """The table of flags in the README, made from ``settings.py`` so that it can't drift."""
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, MaxLen
 
 from vllm_agent_hint.settings import Settings, flag_names
 
@@ -28,8 +28,12 @@ def _bounds(field: object) -> str:
             low = f"above {rule.gt}"
         elif isinstance(rule, Le):
             high = f"{rule.le}"
+        elif isinstance(rule, MaxLen):
+            return f"up to {rule.max_length} characters"
     if low and high:
         return f"{low} to {high}"
     annotation = getattr(field, "annotation", None)
     members = getattr(annotation, "__members__", None)
-    return ", ".join(member.value for member in members.values()) if members else "0, 1"
+    if members:
+        return ", ".join(member.value for member in members.values())
+    return "0, 1" if annotation is bool else "any text"

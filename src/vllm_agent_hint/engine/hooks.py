@@ -73,6 +73,8 @@ class EngineHooks:
         """What became of them, for those who ask."""
         self.unanswered: set[Future[list[EditResult]]] = set()
         """Of management calls whose edits are not done yet."""
+        self.is_paused = False
+        """Whether no step is to be expected."""
         self.has_news = True
         """Whether the next statistics report can differ from the last."""
         self.slices: deque[float] = deque(maxlen=MAX_SLICES)
@@ -212,6 +214,8 @@ class EngineHooks:
             note([])
         elif all_succeeded:
             self.sam.start_edits(intent.key, intent.edits, time.monotonic(), note)
+            if self.is_paused:
+                self.sam.finish_releases()
         else:
             note(self.sam.reject_edits(intent.edits, "the request did not succeed"))
 
@@ -228,9 +232,19 @@ class EngineHooks:
             self.outcomes.finish(stamp.operation_id, stamp.tenant, results, plain, now)
 
     @property
-    def has_releases(self) -> bool:
-        """Whether steps are wanted although no request is there."""
-        return self.sam is not None and len(self.sam.releases) > 0
+    def wants_steps(self) -> bool:
+        """Whether there is something to let go although no request is there.
+
+        Never while the engine is paused: a pause waits until nothing wants a step.
+        """
+        return self.sam is not None and len(self.sam.releases) > 0 and not self.is_paused
+
+    @_outlives_sam
+    def pause_changed(self, *, is_paused: bool) -> None:
+        """Vllm pauses or goes on. What is being let go doesn't outlast the change."""
+        assert self.sam is not None
+        self.is_paused = is_paused
+        self.sam.finish_releases()
 
     # -- time ----------------------------------------------------------------------------------
 

@@ -83,7 +83,12 @@ class AgentSchedulerMixin:
 
     def has_requests(self) -> bool:
         """As stock, or something is still being let go, which goes on with each step."""
-        return super().has_requests() or self.agent_hint.has_releases  # type: ignore[misc]
+        return super().has_requests() or self.agent_hint.wants_steps  # type: ignore[misc]
+
+    def set_pause_state(self, pause_state: Any, *args: Any, **kwargs: Any) -> None:
+        """As stock; from here on no step is wanted, since the executor may be asleep."""
+        super().set_pause_state(pause_state, *args, **kwargs)  # type: ignore[misc]
+        self.agent_hint.pause_changed(is_paused=bool(pause_state))
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """As stock, with our part in the field that ``scheduler_stats`` has added."""

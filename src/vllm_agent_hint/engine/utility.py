@@ -157,7 +157,7 @@ def _apply(
     edits = [Edit.from_wire(edit, block_size) for edit in call.edits]
     results: Future[list[EditResult]] = Future()
     hooks.sam.start_edits(call.key, edits, now, results.set_result)
-    if call.at_once:
+    if call.at_once or hooks.is_paused:
         hooks.sam.finish_releases()
     if results.done():
         return results.result()
@@ -169,7 +169,7 @@ def _apply(
 def _free_session(hooks: EngineHooks, call: Call) -> EditResult:
     assert hooks.sam is not None
     if hooks.sam.free_session(call.key):
-        if call.at_once:
+        if call.at_once or hooks.is_paused:
             hooks.sam.finish_releases()
         return EditResult(type=EditType.EVICT, status=EditStatus.APPLIED)
     return EditResult(

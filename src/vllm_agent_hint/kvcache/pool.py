@@ -15,6 +15,9 @@ from vllm_agent_hint.kvcache.queue import (
 from vllm_agent_hint.sessions.blockmeta import BlockMetaUpdateResult, BulkMetaUpdate
 from vllm_agent_hint.settings import Placement
 
+_ORDINARY, _SESSION, _TTL = Zone
+"""Globals: an attribute of an enum costs as much as all else that is done for a block."""
+
 
 class PoolObserver(Protocol):
     """Who is told what becomes of retained blocks."""
@@ -117,7 +120,8 @@ class AgentBlockPool(BlockPool):
     ) -> BulkMetaUpdate:
         """Mark many blocks; see ``BlockMetaPort``. On the path of each block of a hinted turn."""
         done = BulkMetaUpdate()
-        moved: list[AgentKVCacheBlock] = []
+        entering: dict[Zone, list[AgentKVCacheBlock]] = {}
+        changes: dict[tuple[Zone, Zone], int] = {}
         blocks = self.blocks
         each = ttl_expire_at if isinstance(ttl_expire_at, Sequence) else None
         deadline = ttl_expire_at if not isinstance(ttl_expire_at, Sequence) else None
@@ -127,10 +131,11 @@ class AgentBlockPool(BlockPool):
             expected = expected_block_hashes[k]
             if each is not None:
                 deadline = each[k]
+            old = block._ttl_expire_at
             if (
                 is_renewal
                 and deadline
-                and block._ttl_expire_at
+                and old
                 and block._block_hash is expected
                 and expected is not None
             ):
@@ -139,25 +144,29 @@ class AgentBlockPool(BlockPool):
             if block._block_hash != expected or expected is None or block.is_null:
                 done.refused.append((block_id, self._why_refused(block)))
                 continue
-            count = block._session_ref_cnt + session_ref_delta
+            held = block._session_ref_cnt
+            count = held + session_ref_delta
             if count < 0:
                 done.refused.append((block_id, BlockMetaUpdateResult.NEGATIVE_COUNT))
                 continue
-            before = block.zone
+            new = old if deadline is None else deadline
             block._session_ref_cnt = count
-            if deadline is not None:
-                block._ttl_expire_at = deadline
-            if not count and block._ttl_expire_at:
+            block._ttl_expire_at = new
+            if new and not count:
                 self.free_block_queue.has_bare_deadlines = True
-            after = block.zone
+            # As ``block.zone`` says; three thousand look-ups in a slice are its whole cost.
+            before = _TTL if old else _SESSION if held else _ORDINARY
+            after = _TTL if new else _SESSION if count else _ORDINARY
             if before is not after:
-                self._count(before, after)
+                changes[before, after] = changes.get((before, after), 0) + 1
                 if block.prev_free_block is not None:
-                    moved.append(block)
+                    entering.setdefault(after, []).append(block)
         done.updated = len(block_ids) - len(done.refused)
-        if moved:
-            self.free_block_queue.enter(moved, placement)
-            done.made_ordinary = sum(block.zone is Zone.ORDINARY for block in moved)
+        for (before, after), number in changes.items():
+            self._count(before, after, number)
+        for zone, moved in entering.items():
+            self.free_block_queue.enter(moved, placement, zone)
+        done.made_ordinary = len(entering.get(Zone.ORDINARY, ()))
         self.free_block_queue.has_sessions = self.num_retained_blocks > 0
         return done
 
@@ -167,11 +176,11 @@ class AgentBlockPool(BlockPool):
             return BlockMetaUpdateResult.NULL_BLOCK
         return BlockMetaUpdateResult.STALE_HASH
 
-    def _count(self, before: Zone, after: Zone) -> None:
+    def _count(self, before: Zone, after: Zone, number: int = 1) -> None:
         if before is not Zone.ORDINARY:
-            self.num_blocks_in[before] -= 1
+            self.num_blocks_in[before] -= number
         if after is not Zone.ORDINARY:
-            self.num_blocks_in[after] += 1
+            self.num_blocks_in[after] += number
 
     def drop_all_meta(self) -> None:
         """Zero every scalar and make the queue plain LRU again, in its present order."""

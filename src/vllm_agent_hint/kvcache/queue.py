@@ -106,21 +106,32 @@ class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
                 blocks = [b for b in blocks if not (b._session_ref_cnt or b._ttl_expire_at)]
         super().append_n(blocks)
 
-    def enter(self, blocks: list[AgentKVCacheBlock], placement: Placement) -> None:
+    def enter(
+        self,
+        blocks: list[AgentKVCacheBlock],
+        placement: Placement,
+        zone: Zone | None = None,
+    ) -> None:
         """Move free blocks that have changed zone into the one that their scalars name.
 
         Args:
             blocks: In the order in which they should be reused.
             placement: The end of the zone at which they enter.
+            zone: What the scalars of all of them name; None to look.
         """
         for block in blocks:
             self.remove(block)
-        for zone, (start, end) in enumerate(self._bounds):
-            entering = [block for block in blocks if block.zone == zone]
-            if entering and placement is Placement.BACK:
-                self._append_before(end, entering)
-            elif entering:
-                self._append_before(start.next_free_block, entering)
+        entering: tuple[list[AgentKVCacheBlock], ...] = ([], [], [])
+        if zone is None:
+            for block in blocks:
+                entering[block.zone].append(block)
+        else:
+            entering[zone].extend(blocks)
+        for (start, end), into in zip(self._bounds, entering, strict=True):
+            if into and placement is Placement.BACK:
+                self._append_before(end, into)
+            elif into:
+                self._append_before(start.next_free_block, into)
 
     def fold(self) -> None:
         """Make every free block ordinary, in the order in which they lie. O(1)."""
@@ -193,7 +204,12 @@ class ShadowFreeKVCacheBlockQueue(AgentFreeKVCacheBlockQueue):
         """See ``FreeKVCacheBlockQueue.append_n``."""
         FreeKVCacheBlockQueue.append_n(self, blocks)
 
-    def enter(self, blocks: list[AgentKVCacheBlock], placement: Placement) -> None:
+    def enter(
+        self,
+        blocks: list[AgentKVCacheBlock],
+        placement: Placement,
+        zone: Zone | None = None,
+    ) -> None:
         """Leave the blocks where they are."""
 
     def _note_taken(self, blocks: list[AgentKVCacheBlock]) -> None:
