@@ -5,9 +5,11 @@ Exits with 0 if every fault was caught, with 1 if one was not, or no longer appl
 
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -20,7 +22,7 @@ from rich.table import Table
 from tests.faults.fault import Fault
 from tests.faults.scratch import check_is_imported, scratch_copy
 from tests.faults.table import FAULTS
-from tests.faults.trial import Outcome, Trial, run_tests, try_fault
+from tests.faults.trial import Outcome, Trial, end_all, run_tests, try_fault
 
 CHECKOUT: Final = Path(__file__).resolve().parents[2]
 REPORT: Final = CHECKOUT / "out" / "faults.json"
@@ -52,6 +54,7 @@ def main(
     ),
 ) -> None:
     """Plant faults in copies of the checkout, and show which test catches each."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     faults = _chosen(only)
     if list_only:
         console.print(_list(faults))
@@ -83,7 +86,7 @@ def _run_clean(faults: Sequence[Fault], jobs: int) -> None:
     groups = [
         [t for t in tests if t.startswith(f"{room}/")] for room in ("serve", "engine", "unit")
     ]
-    with scratch_copy(CHECKOUT) as copy, ThreadPoolExecutor(jobs) as pool:
+    with scratch_copy(CHECKOUT) as copy, _workers(jobs) as pool:
         check_is_imported(copy)
         console.print(f"{len(tests)} tests without a fault ...")
         runs = [
@@ -102,7 +105,7 @@ def _run_clean(faults: Sequence[Fault], jobs: int) -> None:
 def _try_all(faults: Sequence[Fault], jobs: int) -> list[Trial]:
     """Try faults, some at a time. Returns their trials in the order of the faults."""
     trials: dict[str, Trial] = {}
-    with ThreadPoolExecutor(jobs) as pool:
+    with _workers(jobs) as pool:
         for done in as_completed([pool.submit(try_fault, CHECKOUT, fault) for fault in faults]):
             trial = done.result()
             trials[trial.fault.name] = trial
@@ -113,6 +116,18 @@ def _try_all(faults: Sequence[Fault], jobs: int) -> list[Trial]:
                 soft_wrap=True,
             )
     return [trials[fault.name] for fault in faults]
+
+
+@contextmanager
+def _workers(jobs: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that wait for tests, and that end them where this program is to end."""
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            end_all()
+            raise
 
 
 def _rule(fault: Fault) -> str:

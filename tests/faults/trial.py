@@ -25,6 +25,9 @@ _ALL_PASSED: Final = 0
 _SOME_FAILED: Final = 1
 
 
+_running: Final[set["subprocess.Popen[bytes]"]] = set()
+
+
 class Outcome(StrEnum):
     """What became of a fault."""
 
@@ -115,14 +118,14 @@ def run_tests(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        _running.add(process)
         try:
             code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            _end(process)
+            _running.discard(process)
         written.seek(0)
         output = written.read()
     found = re.search(r"^FAILED (.+?)(?: - (.*))?$", output, re.MULTILINE)
@@ -130,3 +133,15 @@ def run_tests(
         return Verdict(code, found[1].removeprefix(f"{TESTS}/"), found[2] or "")
     reason = f"not done after {limit_s:.0f} s\n" if code is None else ""
     return Verdict(code, detail=reason + output[-2_000:])
+
+
+def end_all() -> None:
+    """End the tests that run now, as when the user has had enough. Their servers go with them."""
+    for process in list(_running):
+        _end(process)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
