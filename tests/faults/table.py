@@ -268,9 +268,11 @@ FAULTS: Final = (
         "an evict of a range reaches before its start",
         breaks="an edit of a range leaves what lies before it",
         invariant=6,
-        file="sessions/ledger.py",
-        old="chain.cut_off(chain.position_of(-(-from_token // layout.block_size)), moved)",
-        new="chain.cut_off(chain.position_of(from_token // layout.block_size), moved)",
+        file="sessions/tail.py",
+        old="            if index * size < floor_token:\n                return\n"
+        "            yield -(usable_without",
+        new="            if (index + 1) * size <= floor_token:\n                return\n"
+        "            yield -(usable_without",
         tests=("unit/test_ranges.py",),
     ),
     Fault(
@@ -516,9 +518,10 @@ FAULTS: Final = (
         "leases run while a request is alive",
         breaks="while a request of the lineage is alive its lease can't expire",
         file="sessions/manager.py",
-        old="            lineage.trim_to = None\n            for lease in lineage.leases:\n"
+        old="            self.releases.interrupt(lineage)\n"
+        "            for lease in lineage.leases:\n"
         "                lease.disarm()\n",
-        new="            lineage.trim_to = None\n",
+        new="            self.releases.interrupt(lineage)\n",
         tests=("unit/test_sessions.py",),
     ),
     Fault(
@@ -565,8 +568,8 @@ FAULTS: Final = (
         "slices have no budget",
         breaks="expiry, early release and edits are cut into slices",
         file="sessions/releases.py",
-        old="                budget,\n                floor_token=lineage.trim_to,\n",
-        new="                len(lineage),\n                floor_token=lineage.trim_to,\n",
+        old="            budget,\n            floor_token=lineage.trim_to,\n",
+        new="            len(lineage),\n            floor_token=lineage.trim_to,\n",
         tests=("unit/test_sessions.py",),
     ),
     Fault(
@@ -696,8 +699,8 @@ FAULTS: Final = (
         "a protected session gives way before an unprotected one",
         breaks="above the share, what has no lease gives way first",
         file="sessions/agenda.py",
-        old="return self.unleased.soonest() or self.leases.soonest()",
-        new="return self.leases.soonest() or self.unleased.soonest()",
+        old="return self.unleased.soonest(counts) or self.leases.soonest(counts)",
+        new="return self.leases.soonest(counts) or self.unleased.soonest(counts)",
         tests=("unit/test_sessions.py",),
     ),
     Fault(

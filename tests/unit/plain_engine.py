@@ -277,11 +277,18 @@ class PlainEngine:
     # -- edits -----------------------------------------------------------------------------------
 
     def evict(self, key: SessionKey) -> EditResult:
-        (result,) = self.sam.apply_edits(key, [EVICT], self.now)
+        (result,) = self.apply_edits(key, [EVICT])
         if self.naive and key in self.naive.sessions:
             self.naive.evict(key, self.now)
         self._some_steps()
         return result
+
+    def apply_edits(self, key: SessionKey, edits: Sequence[Edit]) -> list[EditResult]:
+        """Run edits to their end."""
+        results: list[EditResult] = []
+        self.sam.start_edits(key, edits, self.now, results.extend)
+        self.sam.finish_releases()
+        return results
 
     def free_session(self, key: SessionKey) -> bool:
         if self.naive and key in self.naive.sessions:
