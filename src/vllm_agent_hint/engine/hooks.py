@@ -234,9 +234,7 @@ class EngineHooks:
         """A hinted request is over, its blocks freed or in the hands of a connector."""
         assert self.sam is not None
         intent = tracked.live.intent
-        all_succeeded = self._count_end(
-            tracked.stamp, succeeded=_has_succeeded(request, tracked)
-        )
+        all_succeeded = self._count_end(tracked.stamp, succeeded=_has_succeeded(request, tracked))
         if all_succeeded is None:
             return
         note = partial(self._note_outcome, tracked.stamp, retention=tracked.retention)

@@ -184,9 +184,7 @@ def _free_session(hooks: EngineHooks, call: Call) -> EditResult:
     hooks.sam.free_session(call.key)
     if call.at_once or hooks.is_paused:
         hooks.sam.finish_releases()
-    return EditResult(
-        type=EditType.EVICT, status=EditStatus.APPLIED, blocks=blocks, tokens=tokens
-    )
+    return EditResult(type=EditType.EVICT, status=EditStatus.APPLIED, blocks=blocks, tokens=tokens)
 
 
 def _holding(session: Session, layouts: Sequence[GroupLayout]) -> tuple[int, int]:
