@@ -150,7 +150,7 @@ class Settings(BaseSettings):
         "turn behind the blocks that are there, front makes it the next to be reused.",
     )
     release_slice: int = Field(
-        default=256,
+        default=128,
         ge=1,
         le=1_000_000,
         description="Blocks that expiry, evict and free may release in one scheduling step, all "

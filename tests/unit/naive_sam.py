@@ -290,6 +290,9 @@ class NaiveSam:
             session.protections = asked
         wanted = session.protections if asked or self.renew else None
         context, replaces = self._context_for(request, tables, succeeded)
+        if context is None:
+            self._rest(session, now)
+            return
         self._record(context, tables, num_hits, wanted, now, replaces=replaces)
         if succeeded and not session.had_company:
             session.contexts = [context]
@@ -305,13 +308,17 @@ class NaiveSam:
 
     def _context_for(
         self, request: NaiveRequest, tables: list[Blocks], succeeded: bool
-    ) -> tuple[Context, bool]:
+    ) -> tuple[Context | None, bool]:
         """Where a request is recorded, and whether what it does not repeat of it ends."""
         session = request.session
         nearest = request.nearest if request.nearest in session.contexts else None
         context = session.contexts[-1] if nearest is None else nearest
-        if not succeeded or not request.has_run or not context:
+        if not context:
             return context, succeeded
+        if not any(tables) or (nearest is None and not succeeded):
+            return None, False
+        if not succeeded or not request.has_run:
+            return context, False
         alone = request.continues not in request.company and all(r.has_run for r in session.live)
         if nearest is not None and request.continues is not None and alone:
             return context, True

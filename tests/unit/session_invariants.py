@@ -125,7 +125,10 @@ def check_wheels(sam: SessionAwareManager) -> None:
         if session.live:
             assert not leases, "the lease of a live request may not run out"
             assert not session.idle.is_armed
-            assert not is_trimming
+            for lineage in session.lineages:
+                is_expiring = lineage.releasing is not None and lineage.releasing.is_expiry
+                may_go_on = any(r.nearest is lineage or not r.is_placed for r in session.live)
+                assert not (is_expiring and may_go_on), "what a request may go on with expires"
         else:
             assert leases == sum(1 for _ in session.leases)
             waits_for = [bool(leases), session.idle.is_armed, is_trimming and not leases]

@@ -103,6 +103,20 @@ def test_evicting_the_worker_ends_the_wait(engine: PlainEngine) -> None:
     assert not is_kept(engine, LEADER)
 
 
+def test_a_worker_that_gives_way_ends_the_wait() -> None:
+    engine = PlainEngine(num_blocks=41, settings=Settings(protected_share=0.5))
+    engine.turn(LEADER, "leader's", ttl=5.0)
+    work = child_of(engine, "leader", ttl=600.0)
+    engine.run(work, "worker")
+    engine.end(work)
+    engine.wait(10.0)
+    assert is_kept(engine, LEADER)
+    engine.turn(SessionKey("", None, "other"), "somebody els", ttl=1000.0)
+    assert not is_kept(engine, WORKER)
+    engine.wait(2.0)
+    assert not is_kept(engine, LEADER)
+
+
 def test_an_unknown_parent_is_made_in_the_childs_tenant_and_salt(engine: PlainEngine) -> None:
     child_of(engine, "boss", SessionKey("t", "salt", "worker"))
     assert SessionKey("t", "salt", "boss") in engine.sam.sessions
@@ -163,7 +177,7 @@ def test_a_tree_is_freed_children_first_and_leaves_nothing(engine: PlainEngine) 
         engine.end(work)
     deep = child_of(engine, "one", SessionKey("", None, "deep"))
     engine.run(deep, "deep")
-    (result,) = engine.sam.apply_edits(LEADER, [TREE], engine.now)
+    (result,) = engine.apply_edits(LEADER, [TREE])
     assert result.status is EditStatus.APPLIED
     assert "4 sessions" in result.reason
     assert engine.sam.sessions == {}
@@ -178,7 +192,7 @@ def test_freeing_a_tree_leaves_its_siblings_and_a_strangers_prefix_alone(
     engine.turn(LEADER, "plan", ttl=60.0)
     engine.turn(SessionKey("", None, "sibling"), "plan", ttl=60.0)
     engine.serve_outsider(engine.blocks_of(LEADER)[:1])
-    engine.sam.apply_edits(LEADER, [TREE], engine.now)
+    engine.apply_edits(LEADER, [TREE])
     assert engine.counts_of(engine.blocks_of(SessionKey("", None, "sibling"))) == [1] * 4
 
 
@@ -187,7 +201,7 @@ def test_an_evict_without_children_leaves_them(engine: PlainEngine) -> None:
     work = child_of(engine, "leader", ttl=60.0)
     engine.run(work, "work")
     engine.end(work)
-    engine.sam.apply_edits(LEADER, [EVICT], engine.now)
+    engine.apply_edits(LEADER, [EVICT])
     assert is_kept(engine, WORKER)
     assert engine.sam.sessions[WORKER].parent is engine.sam.sessions[LEADER]
 

@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.unit.plain_engine import DENSE, EVICT, HYBRID, PlainEngine, Request
+from tests.unit.plain_engine import DENSE, EVICT, HYBRID, PAGE, PlainEngine, Request
 from tests.unit.session_invariants import check_invariants, check_nothing_left
-from vllm_agent_hint.hints import EditStatus
-from vllm_agent_hint.sessions.intent import Protection, SessionIntent, SessionKey
+from vllm_agent_hint.hints import EditStatus, EditType
+from vllm_agent_hint.sessions.intent import Edit, Protection, SessionIntent, SessionKey
 from vllm_agent_hint.sessions.lineage import LOST, GroupLayout
 from vllm_agent_hint.settings import Placement, Settings
 
@@ -64,6 +64,8 @@ class SessionMachine(RuleBasedStateMachine):
         )
         self.sam, self.port, self.naive = self.engine.sam, self.engine.port, self.engine.naive
         self.requests: list[Request] = []
+        self.answers: list[list[Any]] = []
+        """Results of edits, each of which comes sooner or later."""
         self.last_pages: dict[Any, tuple[int, ...]] = {}
 
     @property
@@ -239,9 +241,38 @@ class SessionMachine(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS))
     def an_unknown_session_is_missing(self, key: SessionKey) -> None:
         if key not in self.sam.sessions:
-            (result,) = self.sam.apply_edits(key, [EVICT], self.engine.now)
+            (result,) = self.engine.apply_edits(key, [EVICT])
             assert result.status is EditStatus.MISSING
             assert not self.sam.free_session(key)
+
+    # -- edits that the naive core doesn't know ----------------------------------------------------
+
+    @precondition(lambda self: self.named and self.naive is None)
+    @rule(data=st.data(), start=st.integers(0, 3), length=st.integers(1, 4), at_once=st.booleans())
+    def evict_a_range(self, data: st.DataObject, start: int, length: int, at_once: bool) -> None:
+        key = data.draw(st.sampled_from(self.named), "session")
+        edit = Edit(EditType.EVICT, start * PAGE, (start + length) * PAGE)
+        self._edit(key, edit, at_once=at_once)
+
+    @precondition(lambda self: self.named and self.naive is None)
+    @rule(data=st.data(), at_once=st.booleans())
+    def free_a_tree(self, data: st.DataObject, at_once: bool) -> None:
+        key = data.draw(st.sampled_from(self.named), "session")
+        self._edit(key, Edit(EditType.EVICT, include_children=True), at_once=at_once)
+        assert key not in self.sam.sessions
+
+    @precondition(lambda self: self.named and self.naive is None)
+    @rule(data=st.data())
+    def evict_while_the_engine_goes_on(self, data: st.DataObject) -> None:
+        self._edit(data.draw(st.sampled_from(self.named), "session"), EVICT, at_once=False)
+
+    def _edit(self, key: SessionKey, edit: Edit, *, at_once: bool) -> None:
+        results: list[Any] = []
+        self.answers.append(results)
+        self.sam.start_edits(key, [edit], self.engine.now, results.extend)
+        if at_once:
+            self.sam.finish_releases()
+            assert len(results) == 1
 
     # -- what must hold --------------------------------------------------------------------------
 
@@ -254,6 +285,8 @@ class SessionMachine(RuleBasedStateMachine):
         for request in self.requests[::2]:
             self.engine.end(request)
         self.engine.free_all_sessions()
+        assert all(len(results) == 1 for results in self.answers)
+        assert self.sam.num_open_edits == 0
         check_nothing_left(self.sam, self.port)
         for request in self.requests[1::2]:
             self.engine.end(request)

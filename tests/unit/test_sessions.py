@@ -431,7 +431,7 @@ def test_offload_and_prefetch_are_unsupported_and_change_nothing(
     engine: PlainEngine, edit: EditType
 ) -> None:
     engine.turn(A, "xyz", ttl=60.0)
-    (result,) = engine.sam.apply_edits(A, [Edit(edit)], engine.now)
+    (result,) = engine.apply_edits(A, [Edit(edit)])
     assert result.status is EditStatus.UNSUPPORTED
     assert engine.deadlines_of(A) == [60.0] * 3
     assert engine.sam.counters.edits == {(edit.value, "unsupported"): 1}
@@ -597,6 +597,44 @@ def test_an_heir_of_the_same_context_is_prolonged_and_not_doubled(engine: PlainE
         engine.evict(A)
     assert engine.sam.num_heirs == 1
     assert [engine.port.blocks[i].deadline - engine.now for i in (1, 2, 3)] == [60.0] * 3
+
+
+def tenant_engine() -> PlainEngine:
+    """Twenty blocks may be protected, ten of them by one tenant."""
+    return PlainEngine(num_blocks=41, settings=Settings(protected_share=0.5, tenant_share=0.5))
+
+
+def test_a_tenants_own_lease_gives_way_to_its_newcomer_and_nobody_elses() -> None:
+    engine = tenant_engine()
+    other, old, new = (
+        SessionKey("o", None, "x"),
+        SessionKey("t", None, "a"),
+        SessionKey("t", None, "b"),
+    )
+    engine.turn(other, "0123456789", ttl=50.0)
+    engine.turn(old, "abcdefghij", ttl=100.0)
+    engine.turn(new, "klmnop", ttl=300.0)
+    held = {key: engine.sam.sessions[key].num_records for key in (other, old, new)}
+    assert held == {other: 10, old: 4, new: 6}
+
+
+def test_what_a_tenant_may_not_hold_is_clipped_by_the_name_of_that_bound() -> None:
+    engine = tenant_engine()
+    engine.turn(SessionKey("t", None, "a"), "abcdefghijklm", ttl=100.0)
+    assert engine.sam.counters.clipped == {"tenant_share": 3}
+
+
+def test_a_prompt_shorter_than_a_block_leaves_the_context_as_it_is(engine: PlainEngine) -> None:
+    engine.turn(A, "wxyz", ttl=300.0)
+    engine.turn(A, "", ttl=5.0)
+    assert engine.deadlines_of(A) == [300.0] * 4
+
+
+def test_a_request_that_is_aborted_in_the_queue_renews_nothing(engine: PlainEngine) -> None:
+    engine.turn(A, "wxyz", ttl=300.0)
+    engine.wait(250.0)
+    engine.end(engine.arrive(SessionIntent(A)), succeeds=False)
+    assert engine.deadlines_of(A) == [50.0] * 4
 
 
 def test_records_beyond_the_bound_are_clipped_from_the_newcomers_tail() -> None:

@@ -36,8 +36,8 @@ class EditOperations:
             return
         key = stamp.operation_id
         if key not in self._alive:
-            waiting = self._waiting.pop(key) if key in self._waiting else _Operation()
-            self._alive[key] = waiting
+            known = key in self._waiting
+            self._alive[key] = self._waiting.pop(key) if known else _Operation()
         self._alive[key].alive += 1
 
     def request_ended(self, stamp: Stamp | None, *, succeeded: bool) -> bool | None:

@@ -268,18 +268,20 @@ class EngineHooks:
 
     @property
     def wants_steps(self) -> bool:
-        """Whether there is something to let go although no request is there.
+        """Whether edits wait to be done although no request is there.
 
-        Never while the engine is paused: a pause waits until nothing wants a step.
+        Never while the engine is paused: a pause waits until nothing wants a step. What has
+        expired can wait for the next step, whenever that is.
         """
-        return self.sam is not None and len(self.sam.releases) > 0 and not self.is_paused
+        return self.sam is not None and self.sam.num_open_edits > 0 and not self.is_paused
 
     @_outlives_sam
     def pause_changed(self, *, is_paused: bool) -> None:
-        """Vllm pauses or goes on. What is being let go doesn't outlast the change."""
+        """Vllm pauses or goes on. No edit stays open while it is paused."""
         assert self.sam is not None
         self.is_paused = is_paused
-        self.sam.finish_releases()
+        if self.sam.num_open_edits:
+            self.sam.finish_releases()
 
     # -- time ----------------------------------------------------------------------------------
 

@@ -1,8 +1,16 @@
 """What falls due, and when: leases, and the idle limits of sessions that have none."""
 
-from vllm_agent_hint.sessions.lineage import Lineage
-from vllm_agent_hint.sessions.session import Session
+from vllm_agent_hint.sessions.lineage import Lease, Lineage
+from vllm_agent_hint.sessions.session import IdleLimit, Session
 from vllm_agent_hint.sessions.ttl import TTLManager, WheelEntry
+
+
+def session_of(entry: WheelEntry) -> Session:
+    """Whose lease or idle limit an entry is."""
+    if isinstance(entry, Lease):
+        return entry.lineage.session
+    assert isinstance(entry, IdleLimit)
+    return entry.session
 
 
 class Agenda:
@@ -36,9 +44,17 @@ class Agenda:
         """Take out all that is due and may hold blocks, this second's part included."""
         return [*self.leases.take_due(now), *self.unleased.take_due(now)]
 
-    def next_to_give_way(self) -> WheelEntry | None:
-        """Under pressure: what has no lease first, then the lease that falls due soonest."""
-        return self.unleased.soonest() or self.leases.soonest()
+    def next_to_give_way(self, tenant: str | None = None) -> WheelEntry | None:
+        """Under pressure: what has no lease first, then the lease that falls due soonest.
+
+        Args:
+            tenant: Whose; None for anybody's.
+        """
+
+        def counts(entry: WheelEntry) -> bool:
+            return tenant is None or session_of(entry).tenant == tenant
+
+        return self.unleased.soonest(counts) or self.leases.soonest(counts)
 
     def arm_leases(self, lineage: Lineage) -> None:
         """Let the leases of a lineage run."""

@@ -55,6 +55,7 @@ class Capacity:
         self._layouts: Sequence[GroupLayout] = ledger.layouts
         self._on_emptied = on_emptied
         self._max_records = settings.max_records
+        self._idle_seconds = settings.idle_seconds
         self._max_retained = int(settings.protected_share * (ledger.port.num_gpu_blocks - 1))
         self._max_of_tenant = int(settings.tenant_share * self._max_retained)
 
@@ -62,9 +63,10 @@ class Capacity:
         """Bring newcomers within the bounds; clips the lists that it is given."""
         clipping = Clipping()
         self._fit_records(newcomers, clipping)
-        self._fit_share(newcomers, clipping)
         if self._max_of_tenant < self._max_retained:
+            # First, so that nobody else gives way to what the tenant may not hold.
             self._fit_tenant(tenant, newcomers, clipping)
+        self._fit_share(newcomers, clipping)
         return clipping
 
     def _fit_records(self, newcomers: Newcomers, clipping: Clipping) -> None:
@@ -81,22 +83,34 @@ class Capacity:
     def _fit_share(self, newcomers: Newcomers, clipping: Clipping) -> None:
         excess, _ = self._beyond_share(newcomers)
         if excess > 0:
-            self.give_way(excess)
+            port = self._ledger.port
+            self._give_way(excess, lambda: port.num_retained_blocks, self._agenda.next_to_give_way)
             # What gave way may have been shared with the newcomers: weigh them again.
             excess, weight = self._beyond_share(newcomers)
             if excess > 0:
                 clipping.blocks["protected_share"] += self._clip(newcomers, excess, weight)
 
     def _fit_tenant(self, tenant: str, newcomers: Newcomers, clipping: Clipping) -> None:
+        excess, _ = self._beyond_tenant(tenant, newcomers)
+        if excess > 0:
+            self._give_way(
+                excess,
+                lambda: self._ledger.index.num_blocks_of(tenant),
+                lambda: self._agenda.next_to_give_way(tenant),
+            )
+            excess, weight = self._beyond_tenant(tenant, newcomers)
+            if excess > 0:
+                clipping.blocks["tenant_share"] += self._clip(newcomers, excess, weight)
+
+    def _beyond_tenant(self, tenant: str, newcomers: Newcomers) -> tuple[int, dict[int, int]]:
+        """The same as ``_beyond_share``, for what one tenant may hold."""
         index = self._ledger.index
         weight = {
             new.block_id: 0 if index.is_held_by_tenant(new.block_id, tenant) else 1
             for group in newcomers
             for new in group
         }
-        excess = index.num_blocks_of(tenant) + sum(weight.values()) - self._max_of_tenant
-        if excess > 0:
-            clipping.blocks["tenant_share"] += self._clip(newcomers, excess, weight)
+        return index.num_blocks_of(tenant) + sum(weight.values()) - self._max_of_tenant, weight
 
     def _beyond_records(self, newcomers: Newcomers) -> int:
         room = self._max_records - self._ledger.index.num_records
@@ -127,29 +141,33 @@ class Capacity:
             del newcomers[group][length:]
         return clipped
 
-    def give_way(self, num_blocks: int) -> int:
+    def _give_way(
+        self,
+        num_blocks: int,
+        count: Callable[[], int],
+        next_entry: Callable[[], WheelEntry | None],
+    ) -> None:
         """Release what has no lease, then the leases that fall due soonest, tail first.
 
-        Returns:
-            How many retained blocks fewer there are.
+        Args:
+            num_blocks: How many fewer are wanted. O(num_blocks).
+            count: Says how many there are.
+            next_entry: Says who is next.
         """
-        port = self._ledger.port
-        before = port.num_retained_blocks
+        before = count()
         budget = 4 * num_blocks + 64
         while budget > 0:
-            gained = before - port.num_retained_blocks
-            step = min(num_blocks - gained, budget)
+            step = min(num_blocks - (before - count()), budget)
             if step <= 0:
                 break
             if len(self._releases):
                 self._releases.work(step)
                 budget -= step
                 continue
-            entry = self._agenda.next_to_give_way()
+            entry = next_entry()
             if entry is None:
                 break
             budget -= self._shorten(entry, step)
-        return before - port.num_retained_blocks
 
     def _shorten(self, entry: WheelEntry, num_blocks: int) -> int:
         """Take claims off the end of what waits for an entry. Returns what that has cost."""
@@ -157,7 +175,8 @@ class Capacity:
         held = len(lineage)
         self._ledger.release_tail(lineage, num_blocks)
         if not len(lineage):
-            self._on_emptied(lineage, entry.due_at)
+            idle = self._idle_seconds if isinstance(entry, IdleLimit) else 0.0
+            self._on_emptied(lineage, entry.due_at - idle)
         return max(1, held - len(lineage))
 
 

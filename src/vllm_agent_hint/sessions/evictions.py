@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from vllm_agent_hint.hints import EditResult, EditStatus, EditType
-from vllm_agent_hint.sessions.heirs import Estate
-from vllm_agent_hint.sessions.lineage import LOST, GroupLayout, Lineage
+from vllm_agent_hint.sessions.intent import Edit
+from vllm_agent_hint.sessions.lineage import LOST, GroupLayout
+from vllm_agent_hint.sessions.releases import Records
 
 
 class EditRun:
@@ -40,47 +41,41 @@ class EditRun:
 class Eviction:
     """One evict: the contexts that it gives up, of one session or of a tree of them.
 
+    Says nothing of who else uses the blocks: they may be another tenant's, too.
+
     Args:
         layouts: One per KV cache group.
+        edit: The edit, which may have a range.
         done: Gets the result when every context is gone and ``close`` was called once more.
-        range_start: First token of the range.
-        range_end: First token behind the range; None for the whole context.
     """
 
     def __init__(
-        self,
-        layouts: Sequence[GroupLayout],
-        done: Callable[[EditResult], None],
-        *,
-        range_start: int = 0,
-        range_end: int | None = None,
+        self, layouts: Sequence[GroupLayout], edit: Edit, done: Callable[[EditResult], None]
     ) -> None:
         self._layouts = layouts
+        self._edit = edit
         self._done = done
-        self._range = (range_start, range_end)
         self._blocks: list[set[int]] = [set() for _ in layouts]
         self._beyond: list[set[int]] = [set() for _ in layouts]
-        self._estates: list[Estate] = []
         self._open = 1
         self.had_expired = False
         """Whether a context had expired, so that there was something to forget."""
         self.num_freed = 0
         """Sessions that have ended."""
 
-    def take(self, lineage: Lineage, estate: Estate) -> Estate:
-        """Count what a context holds before it goes; ``close`` is due for it."""
+    def open(self) -> None:
+        """One context more is to go; ``close`` is due for it."""
         self._open += 1
-        self._estates.append(estate)
-        estate.lineage = lineage
-        for chain, layout in zip(lineage.chains, self._layouts, strict=True):
-            inside, beyond = self._blocks[chain.group], self._beyond[chain.group]
-            if self._range[1] is None:
-                inside.update(chain.block_ids)
-                continue
-            for position, block_id in enumerate(chain.block_ids):
-                begins = chain.logical_index(position) * layout.block_size
-                (inside if begins < self._range[1] else beyond).add(block_id)
-        return estate
+
+    def count(self, records: Records) -> None:
+        """Note what a context holds, a slice at a time."""
+        start, end = self._edit.start_token, self._edit.end_token
+        for chain, position in records:
+            begins = chain.logical_index(position) * self._layouts[chain.group].block_size
+            if end is not None and begins >= end:
+                self._beyond[chain.group].add(chain.block_ids[position])
+            elif begins >= start:
+                self._blocks[chain.group].add(chain.block_ids[position])
 
     def close(self) -> None:
         """One context is gone, or the last has been named."""
@@ -100,17 +95,11 @@ class Eviction:
                 reasons.append("its context had expired")
             else:
                 status = EditStatus.MISSING
-                reasons.append(
-                    "none of its context is in the cache"
-                    if self._range[1] is None
-                    else "nothing of the range is in the cache"
-                )
+                what = "the range" if self._edit.has_range else "its context"
+                reasons.append(f"nothing of {what} is in the cache")
         elif self._falls_short(inside):
             status = EditStatus.PARTIAL
             reasons.append("the rest of the range was not in the cache")
-        spared = sum(estate.spared for estate in self._estates)
-        if spared:
-            reasons.append(f"{spared} of the blocks stay cached for others that use them")
         return EditResult(
             type=EditType.EVICT,
             status=status,
@@ -122,7 +111,7 @@ class Eviction:
 
     def _falls_short(self, inside: Sequence[int]) -> bool:
         """Whether a range asked for more than there was."""
-        start, end = self._range
+        start, end = self._edit.start_token, self._edit.end_token
         return end is not None and any(
             count * layout.block_size < end - start
             for count, layout in zip(inside, self._layouts, strict=True)

@@ -1,13 +1,12 @@
 """Who keeps what others use of a session's context when the session gives it up."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from vllm_agent_hint.sessions.agenda import Agenda
 from vllm_agent_hint.sessions.ledger import Ledger
 from vllm_agent_hint.sessions.lineage import LOST, Chain, Lease, Lineage
 from vllm_agent_hint.sessions.session import Session
-from vllm_agent_hint.sessions.tail import tail_first
 
 
 @dataclass(slots=True, eq=False)
@@ -25,8 +24,6 @@ class Estate:
     idle_until: float
     heir: Session | None = None
     prolonged: set[Session] = field(default_factory=set)
-    spared: int = 0
-    """Resident blocks that may not be offered for reuse, handed over or not."""
 
     @property
     def whole_lease(self) -> tuple[float, float] | None:
@@ -87,16 +84,13 @@ class Heirs:
             idle.due_at if idle.is_armed else now + self._idle_seconds,
         )
 
-    def inherit(self, estate: Estate, num_records: int) -> None:
-        """Hand over what others use of the last records of a context, before they end."""
+    def inherit(self, estate: Estate, records: Iterable[tuple[Chain, int]]) -> None:
+        """Hand over what others use of a context's last records, tail first, before they end."""
         handed_over: dict[Chain, list[int]] = {}
-        chains = estate.lineage.chains
-        for group, position in tail_first(self._ledger.layouts, chains, limit=num_records):
-            chain = chains[group]
+        for chain, position in records:
             block_id = chain.block_ids[position]
             if block_id == LOST or self._ledger.is_exclusive(chain, position):
                 continue
-            estate.spared += 1
             if not self._needs_heir(chain, position):
                 continue
             earlier = self._earlier_heir(estate, block_id)

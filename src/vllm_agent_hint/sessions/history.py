@@ -21,7 +21,7 @@ class History:
     def __init__(self, bound: int) -> None:
         self._bound = bound
         self._sessions: dict[Session, None] = {}
-        """Those that have some, oldest first."""
+        """Those that have some, the one that was added to longest ago first."""
         self.size = 0
 
     def remember(self, session: Session, hashes: Sequence[bytes]) -> None:
@@ -82,6 +82,7 @@ class History:
 
     def _grow(self, session: Session, added: int) -> None:
         self.size += added
+        self._sessions.pop(session, None)
         self._sessions[session] = None
         while self.size > self._bound:
             self.forget_all(next(iter(self._sessions)))

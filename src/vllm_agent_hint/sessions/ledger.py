@@ -243,25 +243,6 @@ class Ledger:
 
     # -- ending --------------------------------------------------------------------------------
 
-    def release_all(self, lineage: Lineage, *, placement: Placement = Placement.BACK) -> int:
-        """End every record of a lineage; see ``release_tail``."""
-        gained = self.release_tail(lineage, len(lineage), placement=placement)
-        lineage.latest_written = 0.0
-        lineage.trim_to = None
-        for chain in lineage.chains:
-            chain.logical = None
-        return gained
-
-    def split(self, lineage: Lineage, from_token: int) -> Lineage:
-        """Move the records that begin at or behind a token into a lineage of their own."""
-        tail = Lineage(lineage.session, len(lineage.chains))
-        for chain, moved, layout in zip(lineage.chains, tail.chains, self.layouts, strict=True):
-            chain.cut_off(chain.position_of(-(-from_token // layout.block_size)), moved)
-            for block_id in moved.block_ids:
-                if block_id != LOST:
-                    self.index.hand_over(block_id, chain, moved)
-        return tail
-
     def release_tail(
         self,
         lineage: Lineage,

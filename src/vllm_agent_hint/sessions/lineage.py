@@ -139,14 +139,6 @@ class Chain:
         self.block_ids[position] = LOST
         self.hashes[position] = self.hashes[position][:DIGEST_BYTES]
 
-    def cut_off(self, first: int, tail: "Chain") -> None:
-        """Move the records from a position on into an empty chain."""
-        tail.logical = [self.logical_index(i) for i in range(first, len(self))]
-        tail.block_ids = self.block_ids[first:]
-        tail.hashes = self.hashes[first:]
-        tail.computed = self.computed[first:]
-        self.truncate(first)
-
     def truncate(self, length: int) -> None:
         del self.block_ids[length:], self.hashes[length:], self.computed[length:]
         if self.logical is not None:
@@ -164,6 +156,7 @@ class Lineage:
         "base_tokens",
         "chains",
         "expired_deadline",
+        "interrupted_at",
         "latest_written",
         "leases",
         "releasing",
@@ -179,6 +172,8 @@ class Lineage:
         """The latest deadline of this lineage that its blocks may carry, ended leases included."""
         self.trim_to: int | None = None
         """First token whose records are being let go, a slice at a time; None if none are."""
+        self.interrupted_at: int | None = None
+        """Where an expiry was that a request has stopped; None if none was."""
         self.releasing: object | None = None
         """The ``Release`` that does it."""
         self.expired_deadline = 0.0

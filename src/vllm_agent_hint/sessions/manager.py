@@ -81,6 +81,8 @@ class SessionAwareManager:
         self.agenda = Agenda(now)
         self.history = History(settings.max_history)
         self._serial = count()
+        self.num_open_edits = 0
+        """Calls of ``start_edits`` that are not done."""
         self._heirs = Heirs(
             self.sessions, self.ledger, self.agenda, self._serial, settings.idle_seconds
         )
@@ -142,8 +144,10 @@ class SessionAwareManager:
         if live.is_placed or live.session.is_freed:
             return
         continuation.place(live, prompt, self._layouts)
+        self._go_on_expiring(live.session)
         for group, blocks in self.history.asked_again(live.session, prompt):
             self.counters.superseded_regret_tokens += blocks * self._layouts[group].block_size
+        self._reschedule()
 
     def request_preempted(
         self, live: LiveRequest, prefixes: Sequence[RecordedPrefix], now: float
@@ -193,14 +197,16 @@ class SessionAwareManager:
             session.protections = asked
         renewed = session.protections if asked or self._settings.renew else None
         lineage, replaces = self._lineage_for(live, prefixes, succeeded=succeeded)
-        if succeeded and not session.had_company and not live.intent.is_sibling:
-            for other in [other for other in session.lineages if other is not lineage]:
-                self._supersede(other, prefixes)
-        clipping = self._record(lineage, prefixes, renewed, now, replaces=replaces)
+        clipping = Clipping()
+        if lineage is not None:
+            if succeeded and not session.had_company and not live.intent.is_sibling:
+                for other in [other for other in session.lineages if other is not lineage]:
+                    self._supersede(other, prefixes)
+            clipping = self._record(lineage, prefixes, renewed, now, replaces=replaces)
+            if succeeded:
+                self._go_on_with(live, lineage)
         if live.held is not None:
             self._let_go(live.held)
-        if succeeded:
-            self._go_on_with(live, lineage)
         if not session.live:
             self._resume(session, now)
         self._reschedule()
@@ -208,16 +214,24 @@ class SessionAwareManager:
 
     def _lineage_for(
         self, live: LiveRequest, prefixes: Sequence[RecordedPrefix], *, succeeded: bool
-    ) -> tuple[Lineage, bool]:
+    ) -> tuple[Lineage | None, bool]:
         """Where to record a request that has ended, and whether it replaces what is there.
 
-        A request that failed may extend what its prompt had in common with, and no more.
+        A request that failed may extend what its prompt had in common with, and no more. One that
+        has nothing to record, as a prompt shorter than a block, says nothing of other prompts.
+
+        Returns:
+            The lineage, None for nowhere, and whether what the request does not have ends.
         """
         session = live.session
         nearest = live.nearest if live.nearest in session.lineages else None
         lineage = session.lineage if nearest is None else nearest
-        if not succeeded or not live.is_placed or not len(lineage):
+        if not len(lineage):
             return lineage, succeeded
+        if not any(prefix.block_ids for prefix in prefixes) or (nearest is None and not succeeded):
+            return None, False
+        if not succeeded or not live.is_placed:
+            return lineage, False
         if nearest is not None:
             if continuation.may_replace(live):
                 return lineage, True
@@ -243,9 +257,9 @@ class SessionAwareManager:
             self._let_go(oldest)
 
     def _retention_of(
-        self, live: LiveRequest, lineage: Lineage, clipping: Clipping
+        self, live: LiveRequest, lineage: Lineage | None, clipping: Clipping
     ) -> RetentionResult:
-        blocks = [len(chain) for chain in lineage.chains]
+        blocks = [len(chain) for chain in lineage.chains] if lineage is not None else [0]
         status = EditStatus.APPLIED if any(blocks) else EditStatus.MISSING
         reasons = [live.link_problem] if live.link_problem else []
         if clipping.blocks:
@@ -254,7 +268,7 @@ class SessionAwareManager:
         return RetentionResult(
             status=status,
             blocks=sum(blocks),
-            tokens=max(n * lay.block_size for n, lay in zip(blocks, self._layouts, strict=True)),
+            tokens=max(n * lay.block_size for n, lay in zip(blocks, self._layouts, strict=False)),
             bounds=list(clipping.blocks),
             reason="; ".join(reasons),
         )
@@ -301,7 +315,7 @@ class SessionAwareManager:
         for session in list(self.sessions.values()):
             for lineage in session.lineages:
                 lineage.end_leases()
-                lineage.trim_to = None
+                self.releases.interrupt(lineage)
             session.lineages = [Lineage(session, len(self._layouts))]
             self.history.forget_all(session)
             for live in session.live:
@@ -328,26 +342,26 @@ class SessionAwareManager:
         They count from now on. What they release is released a slice at a time, with each
         ``tick``; ``on_done`` gets the results when nothing is left of it, which may be at once.
         """
-        run = EditRun(len(edits), self.counters_of_edits, on_done)
+        self.num_open_edits += 1
+        run = EditRun(len(edits), self._count_results, partial(self._edits_done, on_done))
         for k, edit in enumerate(edits):
             self._start_edit(key, edit, now, partial(run.settle, k))
         if len(self.releases):
             self.releases.work(self._settings.release_slice)
         self._reschedule()
 
-    def apply_edits(self, key: SessionKey, edits: Sequence[Edit], now: float) -> list[EditResult]:
-        """The same at once, however long it takes."""
-        results: list[EditResult] = []
-        self.start_edits(key, edits, now, results.extend)
-        self.finish_releases()
-        return results
+    def _edits_done(
+        self, on_done: Callable[[list[EditResult]], None], results: list[EditResult]
+    ) -> None:
+        self.num_open_edits -= 1
+        on_done(results)
 
     def reject_edits(self, edits: Sequence[Edit], reason: str) -> list[EditResult]:
         """Account for edits that must not run, such as those of an aborted request."""
         results = [
             EditResult(type=edit.type, status=EditStatus.REJECTED, reason=reason) for edit in edits
         ]
-        self.counters_of_edits(results)
+        self._count_results(results)
         return results
 
     def free_session(self, key: SessionKey) -> bool:
@@ -370,8 +384,7 @@ class SessionAwareManager:
             self._free(session)
         self.finish_releases()
 
-    def counters_of_edits(self, results: Iterable[EditResult]) -> None:
-        """Count outcomes."""
+    def _count_results(self, results: Iterable[EditResult]) -> None:
         for result in results:
             self.counters.edits[result.type.value, result.status.value] += 1
 
@@ -388,50 +401,60 @@ class SessionAwareManager:
             reason = "nothing is recorded for this session"
             done(EditResult(type=edit.type, status=EditStatus.MISSING, reason=reason))
         elif edit.include_children:
-            eviction = Eviction(self._layouts, done)
+            eviction = Eviction(self._layouts, edit, done)
             for member in list(family.tree(session)):
                 self._evict(member, eviction, now)
                 self._free(member)
                 eviction.num_freed += 1
             eviction.close()
-        elif edit.has_range:
-            self._evict_range(session, edit, now, done)
         else:
-            eviction = Eviction(self._layouts, done)
-            self._evict(session, eviction, now)
+            eviction = Eviction(self._layouts, edit, done)
+            if edit.has_range:
+                self._evict_from(session, edit.start_token, eviction, now)
+            else:
+                self._evict(session, eviction, now)
             eviction.close()
 
     def _evict(self, session: Session, eviction: Eviction, now: float) -> None:
         eviction.had_expired |= bool(session.history)
         lineages, session.lineages = session.lineages, [Lineage(session, len(self._layouts))]
         for lineage in reversed(lineages):
-            estate = eviction.take(lineage, self._heirs.estate_of(lineage, now))
-            self._let_go(
-                lineage, placement=self._policy.evicted, estate=estate, on_done=eviction.close
-            )
+            eviction.open()
+            estate = self._heirs.estate_of(lineage, now)
+            self._let_go(lineage, placement=self._policy.evicted, estate=estate, eviction=eviction)
         self.history.forget_all(session)
         if not session.live:
             self._resume(session, now)
 
-    def _evict_range(
-        self, session: Session, edit: Edit, now: float, done: Callable[[EditResult], None]
+    def _evict_from(
+        self, session: Session, from_token: int, eviction: Eviction, now: float
     ) -> None:
         """End the claims in a range, and those behind it, which can't be hit any more."""
-        start, end = edit.start_token, edit.end_token
-        assert end is not None
-        eviction = Eviction(self._layouts, done, range_end=end, range_start=start)
-        for lineage in session.lineages:
-            tail = self.ledger.split(lineage, start)
-            if not len(tail):
-                continue
-            estate = eviction.take(tail, self._heirs.estate_of(lineage, now))
-            tail.latest_written = max(lineage.latest_written, lineage.deadline)
-            _end_leases_at(lineage, start)
-            self._let_go(
-                tail, placement=self._policy.evicted, estate=estate, on_done=eviction.close
+        for lineage in list(session.lineages):
+            self.releases.finish_edit(lineage)
+            estate = self._heirs.estate_of(lineage, now)
+            lineage.latest_written = max(lineage.latest_written, lineage.deadline)
+            _end_leases_at(lineage, from_token)
+            eviction.open()
+            release = Release(
+                lineage,
+                self._policy.evicted,
+                partial(self._range_is_gone, lineage, eviction),
+                estate=estate,
+                on_slice=eviction.count,
             )
+            # What has expired before the range goes along.
+            expired = [t for t in (lineage.trim_to, lineage.interrupted_at) if t is not None]
+            self.releases.add(release, from_token=min([from_token, *expired]))
         if not session.live:
             self._resume(session, now)
+
+    def _range_is_gone(self, lineage: Lineage, eviction: Eviction) -> None:
+        session = lineage.session
+        if not len(lineage):
+            lineage.base_tokens = 0
+            if len(session.lineages) > 1 and lineage in session.lineages:
+                session.lineages.remove(lineage)
         eviction.close()
 
     # -- sessions ------------------------------------------------------------------------------
@@ -488,10 +511,11 @@ class SessionAwareManager:
 
     def _child_rests(self, parent: Session | None) -> None:
         """A child has nothing alive any more: a lease that outlasted its end for it ends."""
-        if parent is None or family.waits_for_children(parent):
+        if parent is None:
             return
-        for lease in list(parent.leases):
-            if lease.is_armed and lease.due_at > lease.deadline:
+        parked = [x for x in parent.leases if x.is_armed and x.due_at > x.deadline]
+        if parked and not family.waits_for_children(parent):
+            for lease in parked:
                 lease.disarm()
                 self._expire_lease(lease)
 
@@ -499,19 +523,29 @@ class SessionAwareManager:
         """A request of the session is alive: nothing of it falls due."""
         session.idle.disarm()
         for lineage in session.lineages:
-            lineage.trim_to = None
+            self.releases.interrupt(lineage)
             for lease in lineage.leases:
                 lease.disarm()
 
     def _resume(self, session: Session, now: float) -> None:
         """No request of the session is alive any more: its leases run."""
         session.idle.disarm()
+        self._go_on_expiring(session)
         if any(lineage.leases for lineage in session.lineages):
             for lineage in session.lineages:
                 self.agenda.arm_leases(lineage)
             return
         self._rest(session, now + self._settings.idle_seconds)
         self._child_rests(session.parent)
+
+    def _go_on_expiring(self, session: Session) -> None:
+        """Take up the expiries that a request has interrupted, of what none may go on with."""
+        if not all(live.is_placed for live in session.live):
+            return
+        wanted = [live.nearest for live in session.live]
+        for lineage in session.lineages:
+            if lineage.interrupted_at is not None and lineage not in wanted:
+                self._let_expire(lineage, lineage.interrupted_at)
 
     def _rest(self, session: Session, until: float) -> None:
         """A session has neither a request alive nor a lease."""
@@ -541,15 +575,15 @@ class SessionAwareManager:
         *,
         placement: Placement = Placement.BACK,
         estate: Estate | None = None,
-        on_done: Callable[[], None] = lambda: None,
+        eviction: Eviction | None = None,
     ) -> None:
         """Give a context up that no session has any more; its claims end a slice at a time."""
+        self.releases.finish_edit(lineage)
         lineage.latest_written = max(lineage.latest_written, lineage.deadline)
         lineage.end_leases()
-        if len(lineage):
-            self.releases.add(Release(lineage, placement, on_done, estate=estate))
-        else:
-            on_done()
+        on_slice, on_done = (eviction.count, eviction.close) if eviction else (None, _do_nothing)
+        release = Release(lineage, placement, on_done, estate=estate, on_slice=on_slice)
+        self.releases.add(release)
 
     def _supersede(self, lineage: Lineage, by: Sequence[RecordedPrefix]) -> None:
         """A session has gone on with another prompt: what that does not share is over."""
@@ -593,6 +627,8 @@ class SessionAwareManager:
 
         With ``protections`` None, under the leases that it has.
         """
+        self.releases.finish_edit(lineage)
+        self.releases.interrupt(lineage)
         diffs = [compare(chain, new) for chain, new in zip(lineage.chains, prefixes, strict=True)]
         diverged = any(diff.diverged for diff in diffs)
         if replaces and not diverged:
@@ -615,7 +651,7 @@ class SessionAwareManager:
         if protections is not None:
             lineage.end_leases()
             lineage.leases = self._lay_leases(lineage, protections, now, clipping)
-        lineage.trim_to = None
+        lineage.interrupted_at = None
         for chain, fresh in zip(lineage.chains, newcomers, strict=True):
             self.ledger.add(chain, fresh, lineage.deadline)
         self.ledger.write_deadlines(lineage)
@@ -710,7 +746,7 @@ class SessionAwareManager:
 
     def _has_expired(self, lineage: Lineage) -> None:
         """Nothing is left of what a lease has protected to its end."""
-        if not lineage.leases and not lineage.session.is_freed:
+        if not lineage.leases and lineage in lineage.session.lineages:
             self._settle_without_records(lineage, lineage.expired_deadline)
 
     def _settle_without_records(self, lineage: Lineage, ended_at: float) -> None:
@@ -720,10 +756,16 @@ class SessionAwareManager:
         lineage.base_tokens = 0
         if len(session.lineages) > 1:
             session.lineages.remove(lineage)
-        if any(other.leases for other in session.lineages):
+        if session.is_freed or session.is_busy:
             return
         session.idle.disarm()
+        parent = session.parent
         self._rest(session, ended_at + self._settings.idle_seconds)
+        self._child_rests(parent)
+
+
+def _do_nothing() -> None:
+    """For a context that nobody asks about once it is gone."""
 
 
 def _end_leases_at(lineage: Lineage, end_token: int) -> None:

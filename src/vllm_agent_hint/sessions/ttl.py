@@ -1,6 +1,7 @@
 """A timer wheel for leases: one-second slots, one-hour horizon, O(1) for every operation."""
 
 import math
+from collections.abc import Callable
 from typing import Final
 
 TICK_SECONDS: Final = 1.0
@@ -98,8 +99,11 @@ class TTLManager:
             [e for e in self._slots[self._tick % _NUM_SLOTS] if e.due_at <= now]
         )
 
-    def soonest(self) -> WheelEntry | None:
-        """The armed entry that falls due first. O(slots); called under pressure only."""
+    def soonest(self, counts: Callable[[WheelEntry], bool] = lambda _: True) -> WheelEntry | None:
+        """The armed entry that falls due first, of those that count.
+
+        O(slots + entries that don't count); called under pressure only.
+        """
         if not self._num_entries:
             return None
         soonest: WheelEntry | None = None
@@ -108,7 +112,7 @@ class TTLManager:
             if soonest is not None and soonest.due_at < tick * TICK_SECONDS:
                 break
             for entry in self._slots[tick % _NUM_SLOTS]:
-                if soonest is None or entry.due_at < soonest.due_at:
+                if (soonest is None or entry.due_at < soonest.due_at) and counts(entry):
                     soonest = entry
         return soonest
 
