@@ -22,6 +22,8 @@ from tests.engine.rig import KINDS, Clock, Engine, hinted, make_scheduler, promp
 from vllm_agent_hint.engine import hooks as engine_hooks
 from vllm_agent_hint.engine.hooks import EngineHooks
 from vllm_agent_hint.engine.utility import agent_hint_rpc
+from vllm_agent_hint.frontend import carry
+from vllm_agent_hint.hints import AgentHintParams
 from vllm_agent_hint.kvcache import manager as our_manager
 from vllm_agent_hint.kvcache.block import Zone
 from vllm_agent_hint.kvcache.manager import KVCacheManagerMixin
@@ -421,6 +423,15 @@ def test_a_hint_that_can_not_be_taken_off_its_request_harms_no_request(
         engine.serve(prompt(1, 64), hint=hinted("a", 60.0))
     assert engine.scheduler.agent_hint.sam is None
     assert len(log.records) == enable_caching, "where hints have no effect nothing is lost"
+
+
+def test_a_hint_goes_to_no_engine_that_would_leave_it_in_the_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours = carry.CarriedHint(AgentHintParams(session_id="s3cret"), "op", 1)
+    assert "agent_hint_stamp" in ours.put_into({"mine": 1})
+    monkeypatch.setattr(carry, "load_settings", lambda: Settings(sam=False))
+    assert ours.put_into({"mine": 1, "agent_hint": {}}) == {"mine": 1}
 
 
 def test_each_hook_has_a_trigger() -> None:
