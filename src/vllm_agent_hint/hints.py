@@ -248,7 +248,7 @@ class RetentionResult(_Wire):
 
     Args:
         status: ``"applied"``, ``"clipped"``, ``"missing"`` (nothing of it is in the cache) or
-            ``"rejected"``.
+            ``"rejected"`` (there was no room for its session).
         blocks: KV blocks recorded for its session's prompt.
         tokens: The same in prompt tokens, in the KV cache group that holds most.
         bounds: Names of the settings that have clipped it.

@@ -104,6 +104,14 @@ class Settings(BaseSettings):
         description="Block digests remembered of contexts that have expired, all sessions "
         "together. Above it the oldest is dropped.",
     )
+    max_operations: int = Field(
+        default=100_000,
+        ge=1,
+        le=10_000_000,
+        description="Results of operations with edits that are remembered at once, and as many of "
+        "hinted requests without, each for ten minutes after its end. Above it the oldest of the "
+        "tenant that has most is forgotten.",
+    )
     protected_share: float = Field(
         default=0.8,
         ge=0.0,

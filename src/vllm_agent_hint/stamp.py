@@ -33,12 +33,14 @@ class Stamp:
         tenant: A digest; ``DEFAULT_TENANT`` where the server tells no tenants apart.
         operation_id: Names the request's effects, in its response and at ``/v1/agent_hint``.
         engine_requests: How many engine requests the HTTP request became (``n`` times prompts).
+        may_spread: Whether they may run on several data-parallel engines. No engine can tell.
     """
 
     hint: dict[str, Any]
     tenant: str
     operation_id: str
     engine_requests: int = 1
+    may_spread: bool = False
 
     def sealed(self) -> dict[str, Any]:
         """Plain data for ``extra_args[STAMP_KEY]``, signed."""
@@ -47,6 +49,7 @@ class Stamp:
             "tenant": self.tenant,
             "operation_id": self.operation_id,
             "engine_requests": self.engine_requests,
+            "may_spread": self.may_spread,
         }
         return _Sealed(content, mac=_mac(content))
 

@@ -121,7 +121,7 @@ def check_nothing_left(scheduler: Any) -> None:
     assert sam.ledger.index.num_records == 0
     assert not any(sam.ledger.index.owners(b.block_id) for b in pool.blocks)
     assert scheduler.agent_hint.tracked == {}
-    assert scheduler.agent_hint.operations._open == {}
+    assert scheduler.agent_hint.operations._alive == {}
     assert pool.num_retained_blocks == 0
     assert not pool.free_block_queue.has_sessions
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1

@@ -1,5 +1,6 @@
 """Failing open in a built engine: what vLLM has built, and what goes wrong at run time."""
 
+import copy
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -21,6 +22,8 @@ from tests.engine.rig import KINDS, Clock, Engine, hinted, make_scheduler, promp
 from vllm_agent_hint.engine import hooks as engine_hooks
 from vllm_agent_hint.engine.hooks import EngineHooks
 from vllm_agent_hint.engine.utility import agent_hint_rpc
+from vllm_agent_hint.frontend import carry
+from vllm_agent_hint.hints import AgentHintParams
 from vllm_agent_hint.kvcache import manager as our_manager
 from vllm_agent_hint.kvcache.block import Zone
 from vllm_agent_hint.kvcache.manager import KVCacheManagerMixin
@@ -136,6 +139,35 @@ def test_a_scheduler_that_builds_something_else_runs_as_without_us(
     assert stock.log == plugged.log
     assert stock.free_ids() == plugged.free_ids()
     assert len(log.records) == 1
+
+
+class OneOfSeveralRanks(Scheduler):
+    """As under torchrun: each rank of a tensor-parallel group schedules for itself."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        self.parallel_config = copy.copy(self.parallel_config)
+        self.parallel_config.distributed_executor_backend = "external_launcher"
+        self.parallel_config.world_size = 2
+
+
+class OnlyRank(OneOfSeveralRanks):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parallel_config.world_size = 1
+
+
+def test_ranks_that_must_all_decide_the_same_run_as_without_us(log: Log) -> None:
+    stock, plugged = (
+        Engine(make_scheduler(plugged=plugged, base=OneOfSeveralRanks, num_blocks=40))
+        for plugged in (False, True)
+    )
+    assert plugged.scheduler.agent_hint.sam is None
+    assert "external_launcher" in plugged.scheduler.agent_hint.reason
+    assert hinted_traffic(stock) == hinted_traffic(plugged)
+    assert stock.log == plugged.log
+    alone = make_scheduler(plugged=True, base=OnlyRank, num_blocks=40)
+    assert alone.agent_hint.sam is not None
 
 
 def test_attaching_that_fails_leaves_the_engine_running(
@@ -357,7 +389,13 @@ TRIGGERS: dict[str, Callable[[Engine], None]] = {
 }
 """What makes vLLM call each hook."""
 
-ASK_NO_SAM = {"requests_complete", "request_complete", "statistics", "drop_sessions"}
+ASK_NO_SAM = {
+    "take_hint",
+    "requests_complete",
+    "request_complete",
+    "statistics",
+    "drop_sessions",
+}
 """They look a request up, hand on what a guarded caller asks for, or are the guard itself."""
 
 HOOKS = sorted(
@@ -372,6 +410,28 @@ class BrokenSam:
 
     def __getattr__(self, name: str) -> Any:
         raise ZeroDivisionError("planted")
+
+
+@pytest.mark.parametrize("enable_caching", [True, False])
+def test_a_hint_that_can_not_be_taken_off_its_request_harms_no_request(
+    enable_caching: bool, monkeypatch: pytest.MonkeyPatch, log: Log
+) -> None:
+    engine = Engine(make_scheduler(plugged=True, num_blocks=70, enable_caching=enable_caching))
+    log.records.clear()
+    monkeypatch.setattr(engine_hooks, "take_hint", fails)
+    for _ in range(2):
+        engine.serve(prompt(1, 64), hint=hinted("a", 60.0))
+    assert engine.scheduler.agent_hint.sam is None
+    assert len(log.records) == enable_caching, "where hints have no effect nothing is lost"
+
+
+def test_a_hint_goes_to_no_engine_that_would_leave_it_in_the_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours = carry.CarriedHint(AgentHintParams(session_id="s3cret"), "op", 1)
+    assert "agent_hint_stamp" in ours.put_into({"mine": 1})
+    monkeypatch.setattr(carry, "load_settings", lambda: Settings(sam=False))
+    assert ours.put_into({"mine": 1, "agent_hint": {}}) == {"mine": 1}
 
 
 def test_each_hook_has_a_trigger() -> None:

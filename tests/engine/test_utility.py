@@ -3,19 +3,32 @@
 ``tests/serve`` asks the same through HTTP; here it is what no client can send or see.
 """
 
+import copy
+import traceback
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import msgpack
 
 from tests.engine.conftest import Log
-from tests.engine.rig import Clock, Engine, hinted, make_scheduler, prompt
+from tests.engine.rig import (
+    KINDS,
+    Clock,
+    Engine,
+    hinted,
+    make_request,
+    make_scheduler,
+    prompt,
+)
 from vllm_agent_hint.engine import utility
 from vllm_agent_hint.engine.hooks import EngineHooks
 from vllm_agent_hint.engine.utility import agent_hint_rpc
 from vllm_agent_hint.hints import HINT_KEY, EditResult, EditStatus, EditType
 from vllm_agent_hint.sessions import view
+from vllm_agent_hint.sessions.intent import SessionKey
+from vllm_agent_hint.settings import Settings
 from vllm_agent_hint.stamp import STAMP_KEY, Stamp
 
 APPLIED = EditResult(type=EditType.EVICT, status=EditStatus.APPLIED)
@@ -40,6 +53,23 @@ def stamped(session_id: str, tenant: str, operation_id: str, *edits: str) -> dic
     """``extra_args`` as our front end makes them."""
     hint = hinted(session_id, 60.0, *edits)
     return {STAMP_KEY: Stamp(hint, tenant, operation_id).sealed()}
+
+
+def siblings(number: int, *, may_spread: bool = False) -> dict[str, Any]:
+    """``extra_args`` of each of the requests that one HTTP request has become."""
+    stamp = Stamp(hinted("a", 60.0, "evict"), "red", "op", number, may_spread=may_spread)
+    return {STAMP_KEY: stamp.sealed()}
+
+
+def status_of(engine: Engine) -> str:
+    status: str = ask(engine, "operation", tenant="red", operation_id="op")["operation"]["status"]
+    return status
+
+
+def edits_of(engine: Engine) -> list[str]:
+    operation = ask(engine, "operation", tenant="red", operation_id="op")["operation"]
+    assert operation["status"] == "done"
+    return [result["status"] for result in operation["results"]]
 
 
 def serve_stamped(engine: Engine, extra_args: dict[str, Any], *, run: bool = True) -> None:
@@ -111,6 +141,158 @@ def test_the_edits_of_an_aborted_request_are_known_to_be_rejected(engine: Engine
     found = ask(engine, "operation", tenant="red", operation_id="op")["operation"]
     assert found["status"] == "done"
     assert [r["status"] for r in found["results"]] == ["rejected"]
+
+
+def test_siblings_that_may_be_spread_run_their_edits_when_none_is_left_on_the_engine(
+    engine: Engine,
+) -> None:
+    """Of the four, two are on another engine."""
+    spread = siblings(4, may_spread=True)
+    for max_tokens in (2, 6):
+        engine.add(prompt(1, 64), hint=None, extra_args=spread, max_tokens=max_tokens)
+    seen = set()
+    while engine.scheduler.has_unfinished_requests():
+        engine.step()
+        seen.add((len(engine.scheduler.requests), status_of(engine)))
+    assert seen == {(2, "pending"), (1, "pending"), (0, "done")}
+    assert edits_of(engine) == ["applied"]
+
+    engine.add(prompt(1, 64), hint=None, extra_args=spread)
+    assert status_of(engine) == "pending", "one more has come"
+    engine.run()
+    assert edits_of(engine) == ["applied"]
+    shown = ask(engine, "show", tenant="red", session_id="a")["session"]
+    assert shown["lineages"][0]["blocks"] == 0, "what it left is gone as well"
+
+
+def test_siblings_that_may_be_spread_reject_their_edits_where_one_of_them_failed(
+    engine: Engine,
+) -> None:
+    spread = siblings(4, may_spread=True)
+    first, _ = (engine.add(prompt(1, 64), hint=None, extra_args=spread) for _ in range(2))
+    engine.abort(first)
+    engine.run()
+    assert edits_of(engine) == ["rejected"]
+
+
+def test_what_waits_for_siblings_that_never_come_fails_after_ten_minutes(
+    engine: Engine, clock: Clock
+) -> None:
+    engine.add(prompt(1, 64), hint=None, extra_args=siblings(2), max_tokens=200)
+    clock.advance(3_000.0)
+    engine.step()
+    assert status_of(engine) == "pending", "it is alive"
+    engine.run()
+    clock.advance(599.0)
+    assert status_of(engine) == "pending"
+    clock.advance(1.0)
+    assert edits_of(engine) == ["failed"]
+
+    engine.add(prompt(1, 64), hint=None, extra_args=siblings(2))
+    assert status_of(engine) == "pending"
+    engine.run()
+    assert edits_of(engine) == ["applied"], "better late"
+
+
+def test_a_request_for_whose_session_there_is_no_room_is_told_so(clock: Clock) -> None:
+    settings = Settings(max_sessions=1)
+    engine = Engine(make_scheduler(plugged=True, num_blocks=70, settings=settings))
+    engine.add(prompt(2, 64), hint=hinted("alive", 60.0), max_tokens=50)
+    serve_stamped(engine, stamped("a", "red", "op", "evict"))
+
+    found = ask(engine, "operation", tenant="red", operation_id="op")["operation"]
+    assert [r["status"] for r in found["results"]] == ["rejected"]
+    assert found["retention"]["status"] == "rejected"
+    assert found["retention"]["bounds"] == ["max_sessions"]
+    assert "no room" in found["retention"]["reason"]
+
+
+def test_as_many_results_are_kept_as_the_setting_says(clock: Clock) -> None:
+    settings = Settings(max_operations=2)
+    engine = Engine(make_scheduler(plugged=True, num_blocks=70, settings=settings))
+    for k in range(3):
+        ask(engine, "edit", session_id="a", edits=[{"type": "evict"}], operation_id=f"op-{k}")
+    found = [ask(engine, "operation", operation_id=f"op-{k}")["operation"] for k in range(3)]
+    assert [operation is not None for operation in found] == [False, True, True]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_freed_session_counts_what_an_evict_would(kind: str, clock: Clock) -> None:
+    def told(op: str, **more: Any) -> tuple[int, int]:
+        engine = Engine(make_scheduler(plugged=True, num_blocks=70, kind=kind))
+        engine.serve(prompt(1, 64), hint=hinted("a", 60.0))
+        engine.serve(prompt(1, 100), hint=hinted("a", 60.0))
+        if kind == "full":
+            engine.serve(prompt(2, 16 * 65))  # Takes some of them away.
+        [result] = ask(engine, op, session_id="a", at_once=True, **more)["results"]
+        assert result["status"] == "applied"
+        return result["blocks"], result["tokens"]
+
+    freed = told("free")
+    assert freed == told("edit", edits=[{"type": "evict"}])
+    assert freed > (0, 0)
+
+
+# -- what a log may hold -----------------------------------------------------------------------
+
+
+def test_what_vllm_logs_of_a_scheduled_request_holds_nothing_of_its_hint(engine: Engine) -> None:
+    """As ``dump_engine_exception`` does when a step fails."""
+    shared = {
+        **msgpack.decode(msgpack.encode(stamped("s3cret-id", "s3cret-tenant", "op"))),
+        "someone_elses": 1,
+    }
+    request = make_request("r", prompt(1, 64), extra_args=shared)
+    params = request.sampling_params
+    before = copy.deepcopy(params.extra_args)
+
+    engine.scheduler.add_request(request)
+    bare = make_request("b", prompt(1, 64), hint=hinted("s3cret-bare", 60.0))
+    engine.scheduler.add_request(bare)
+    output = engine.scheduler.schedule()
+
+    said = repr(output) + "".join(new.anon_repr() for new in output.scheduled_new_reqs)
+    for secret in ("s3cret", "mac", "agent_hint"):
+        assert secret not in said
+    assert "someone_elses" in said
+    assert engine.session("s3cret-bare").live
+    assert params.extra_args == before, "siblings and the caller share them"
+    assert bare.sampling_params.extra_args is None
+
+
+def test_nor_does_it_where_hints_have_no_effect(log: Log) -> None:
+    scheduler = make_scheduler(plugged=True, enable_caching=False)
+    request = make_request("r", prompt(1, 64), extra_args=stamped("s3cret", "red", "op"))
+    scheduler.add_request(request)
+    assert "s3cret" not in repr(request.sampling_params.extra_args)
+
+
+def test_a_stamp_that_does_not_verify_is_named_once_and_has_no_effect(
+    engine: Engine, log: Log
+) -> None:
+    [sealed] = stamped("s3cret-id", "red", "op").values()
+    for _ in range(2):
+        engine.serve(prompt(1, 64), extra_args={STAMP_KEY: {**sealed, "mac": "0" * 64}})
+    assert not engine.sam.sessions
+    [record] = log.records
+    assert record.levelname == "WARNING"
+    assert "VLLM_AGENT_HINT_SECRET" in record.getMessage()
+    assert "s3cret" not in record.getMessage()
+
+
+def test_a_fault_over_a_session_says_nothing_of_its_name(
+    engine: Engine,
+) -> None:
+    serve_stamped(engine, stamped("s3cret-id", "s3cret-tenant", "op"))
+    [key] = engine.sam.sessions
+    salted = key._replace(cache_salt="s3cret salt")
+    try:
+        engine.sam.sessions[salted]
+    except KeyError:
+        said = traceback.format_exc()
+    assert "KeyError" in said
+    assert "s3cret" not in said
+    assert repr(key) == repr(SessionKey(*key)) != repr(salted)
 
 
 def test_results_are_forgotten_after_ten_minutes(engine: Engine, clock: Clock) -> None:

@@ -8,6 +8,7 @@ import wrapt
 def register() -> None:
     wrapt.when_imported("vllm_agent_hint.frontend.carry")(break_reading)
     wrapt.when_imported("vllm_agent_hint.frontend.reading")(break_reading)
+    wrapt.when_imported("vllm_agent_hint.frontend.messages")(break_finding)
     wrapt.when_imported("vllm_agent_hint.frontend.doors")(break_the_report)
     wrapt.when_imported("vllm_agent_hint.frontend.management")(break_the_answer)
     wrapt.when_imported("vllm_agent_hint.frontend.metrics")(break_the_metrics)
@@ -23,6 +24,17 @@ def break_reading(reader: Any) -> None:
         return read(value, **more)
 
     reader.parse_agent_hint = broken
+
+
+def break_finding(messages: Any) -> None:
+    find = messages.find_hint
+
+    def broken(raw: Any, session_id: Any, xargs: Any) -> Any:
+        if session_id == "break-finding":
+            raise RuntimeError("sabotage")
+        return find(raw, session_id, xargs)
+
+    messages.find_hint = broken
 
 
 def break_the_report(doors: Any) -> None:

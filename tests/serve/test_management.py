@@ -409,6 +409,10 @@ def test_our_own_faults_are_never_the_clients(broken_server: TestServer) -> None
         silent = server.post(path, body(path, agent_hint={"session_id": "break-the-report"}))
         assert apis.reports(silent, stream=False) == []
 
+    # Looking for a hint in a raw body breaks, where there is none.
+    unhinted = server.post("/v1/messages", body("/v1/messages", session_id="break-finding"))
+    assert unhinted.status_code == 200, unhinted.text
+
     # The call to the engine breaks: a result, not an error.
     (evict,) = results(manage(server, COMPLETIONS, managing("break-the-engine", "evict")))
     assert evict["status"] == "failed"

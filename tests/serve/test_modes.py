@@ -246,6 +246,41 @@ def test_data_parallel_engines_count_apart_and_edits_reach_them_all(serve: Serve
     assert (evicted["status"], evicted["blocks"]) == ("applied", 2 * CONTEXT_BLOCKS)
     assert by_engine(server.metrics(), "leases") == [0, 1]
 
+    # The children of one request: spread by the load balancer, or pinned to one engine.
+    pinned = {"x-data-parallel-rank": server.client.headers.pop("x-data-parallel-rank")}
+    for number, headers in enumerate([{}, {}, pinned]):
+        server.client.headers.update(headers)
+        several = {"n": 2} if number == 0 else {"prompt": [tokens(CONTEXT, seed=61)] * 4}
+        before = by_engine(server.metrics(), "prompt_tokens_total", hinted="yes")
+        operation = done_with(server, turn_with_edits(server, "twins", **several))
+        after = by_engine(server.metrics(), "prompt_tokens_total", hinted="yes")
+        of_engines = [int(b - a) // CONTEXT for a, b in zip(before, after, strict=True)]
+        engines = [number_of for number_of in of_engines if number_of]
+        assert engines == [[1, 1], [2, 2], [4]][number]
+        [result] = operation["results"]
+        assert (result["status"], result["blocks"]) == ("applied", len(engines) * CONTEXT_BLOCKS)
+        assert operation["retention"]["blocks"] == len(engines) * CONTEXT_BLOCKS
+        left = server.get("/v1/agent_hint/sessions/twins").json()["lineages"]
+        assert [lineage["blocks"] for lineage in left] == [0] * len(left)
+
+
+def turn_with_edits(server: TestServer, session: str, **more: Any) -> str:
+    """A turn of a session that evicts it in the end. Returns the name of its operation."""
+    hint = {"session_id": session, "cache_control": {"ttl": 600}}
+    hint |= {"context_management": {"edits": [{"type": "evict"}]}}
+    prompt = more.pop("prompt", tokens(CONTEXT, seed=62))
+    answer = server.complete(prompt, hint, temperature=0.5, **more)
+    operation_id: str = answer.body["agent_hint"]["operation_id"]
+    return operation_id
+
+
+def done_with(server: TestServer, operation_id: str) -> dict[str, Any]:
+    """What became of an operation, which has to end."""
+    path = f"/v1/agent_hint/operations/{operation_id}"
+    wait_for(lambda: server.get(path).json().get("status") == "done")
+    operation: dict[str, Any] = server.get(path).json()
+    return operation
+
 
 def by_engine(seen: Metrics, name: str, **labels: str) -> list[float]:
     return [seen.total(PREFIX + name, engine=engine, **labels) for engine in ("0", "1")]

@@ -246,6 +246,7 @@ def test_a_freed_session_is_gone(alice: Client, include_children: bool) -> None:
     assert response.status_code == 200, response.text
     [result] = response.json()["results"]
     assert (result["type"], result["status"]) == ("evict", "applied")
+    assert (result["blocks"], result["tokens"]) == (2, 2 * BLOCK)
     assert alice.call("GET", path_of("freed")).status_code == 404
     assert "freed" not in alice.session_ids()
     assert alice.call("DELETE", path_of("freed"), params=query).status_code == 404
@@ -435,6 +436,7 @@ def test_what_does_not_exist_is_a_404_with_the_cure(alice: Client, method: str) 
     error = error_of(unknown)
     assert (unknown.status_code, error["param"]) == (404, "operation_id")
     assert "ten minutes" in error["message"]
+    assert "VLLM_AGENT_HINT_MAX_OPERATIONS" in error["message"]
 
 
 # -- where hints have no effect ----------------------------------------------------------------

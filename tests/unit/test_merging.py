@@ -134,6 +134,18 @@ def test_each_edit_has_its_best_result_though_an_engine_has_none_of_them() -> No
     assert [(r.status, r.blocks) for r in found["results"]] == [("applied", 1), ("applied", 2)]
 
 
+def test_edits_that_one_engine_rejected_are_partial_where_another_applied_them() -> None:
+    """Its requests of the operation did not succeed, so it keeps what it has of the session."""
+    found = merge_operations(
+        answers("operation", operation("done", ("applied", 2)), operation("done", ("rejected", 0)))
+    )
+
+    assert found is not None
+    [result] = found["results"]
+    assert (result.status, result.blocks) == ("partial", 2)
+    assert "1 of 2 engines rejected" in result.reason
+
+
 def test_what_is_retained_on_several_engines_adds_up() -> None:
     found = merge_operations(
         answers(

@@ -72,6 +72,13 @@ def test_the_tables_of_the_wire_are_those_of_the_models(wire_tables: ModuleType)
     assert page == wire_tables.with_tables(page), "cure: .venv/bin/python scripts/wire_tables.py"
 
 
+def test_every_field_of_every_table_has_a_meaning(wire_tables: ModuleType) -> None:
+    page = WIRE.read_text()
+    tables = "\n".join(re.findall(r"<!-- \w+ -->\n(.*?)<!-- end -->", page, re.DOTALL))
+    assert tables
+    assert not re.findall(r"^\| `.*\| +\|$", tables, re.MULTILINE)
+
+
 def test_every_model_of_the_wire_has_a_table(wire_tables: ModuleType) -> None:
     models = {
         name

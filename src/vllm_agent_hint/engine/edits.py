@@ -5,32 +5,43 @@ from typing import Final
 
 from vllm_agent_hint.stamp import Stamp
 
-MAX_OPEN_OPERATIONS: Final = 10_000
+MAX_WAITING_OPERATIONS: Final = 10_000
 
 
 @dataclass(slots=True)
 class _Operation:
-    requests_left: int
+    alive: int = 0
+    ended: int = 0
     has_failed: bool = False
 
 
 class EditOperations:
     """Counts the engine requests that one HTTP request has become (``n > 1``, several prompts).
 
-    Their edits run once, after the last has ended, and only if all have succeeded. A request
+    Their edits run once, after the last has ended, and only if all have succeeded. Where they may
+    be spread over several engines no engine knows how many it will get: each runs the edits as
+    soon as none is alive on it, if all that it has had by then have succeeded. One that comes
+    later still makes them run again, so that the last to end leaves what the edits say. A request
     without a stamp is one by itself.
-
-    Args:
-        counts_siblings: False where they may run on other engines: each is then one by itself,
-            and the last of them to end leaves what the edits say.
     """
 
-    def __init__(self, *, counts_siblings: bool = True) -> None:
-        self._counts_siblings = counts_siblings
-        self._open: dict[str, _Operation] = {}
+    def __init__(self) -> None:
+        self._alive: dict[str, _Operation] = {}
+        self._waiting: dict[str, _Operation] = {}
+        """None of their requests is alive, and some have not come yet."""
+
+    def request_added(self, stamp: Stamp | None) -> None:
+        """Count one engine request that has arrived."""
+        if stamp is None:
+            return
+        key = stamp.operation_id
+        if key not in self._alive:
+            known = key in self._waiting
+            self._alive[key] = self._waiting.pop(key) if known else _Operation()
+        self._alive[key].alive += 1
 
     def request_ended(self, stamp: Stamp | None, *, succeeded: bool) -> bool | None:
-        """Count one engine request.
+        """Count one that was added, and is over.
 
         Args:
             stamp: As the front end made it, or None.
@@ -39,15 +50,23 @@ class EditOperations:
         Returns:
             Whether all have succeeded, if this was the last; None if others are still out.
         """
-        if not self._counts_siblings or stamp is None:
+        if stamp is None:
             return succeeded
         key = stamp.operation_id
-        entry = self._open.setdefault(key, _Operation(stamp.engine_requests))
-        entry.requests_left -= 1
+        entry = self._alive[key]
+        entry.alive -= 1
+        entry.ended += 1
         entry.has_failed |= not succeeded
-        if entry.requests_left > 0:
-            if len(self._open) > MAX_OPEN_OPERATIONS:
-                del self._open[next(iter(self._open))]
+        if entry.alive:
             return None
-        del self._open[key]
-        return not entry.has_failed
+        del self._alive[key]
+        if stamp.may_spread or entry.ended >= stamp.engine_requests:
+            return not entry.has_failed
+        self._waiting[key] = entry
+        if len(self._waiting) > MAX_WAITING_OPERATIONS:
+            del self._waiting[next(iter(self._waiting))]
+        return None
+
+    def is_waiting(self, stamp: Stamp | None) -> bool:
+        """Whether none of the operation's requests is alive, and some have not come yet."""
+        return stamp is not None and stamp.operation_id in self._waiting

@@ -10,11 +10,18 @@ from typing import Any, Concatenate, Final, ParamSpec
 
 from vllm.v1.request import RequestStatus
 
+from vllm_agent_hint.engine.arrival import ArrivedHint, take_hint
 from vllm_agent_hint.engine.edits import EditOperations
 from vllm_agent_hint.engine.operations import OperationStore
 from vllm_agent_hint.engine.scheduler_stats import FIELD
 from vllm_agent_hint.engine.statistics import MAX_SLICES, take_hinted_tokens, take_statistics
-from vllm_agent_hint.hints import HINT_KEY, EditResult, HintError, RetentionResult, parse_agent_hint
+from vllm_agent_hint.hints import (
+    EditResult,
+    EditStatus,
+    HintError,
+    RetentionResult,
+    parse_agent_hint,
+)
 from vllm_agent_hint.hookspecs import release_policy
 from vllm_agent_hint.kvcache.block import AgentKVCacheBlock
 from vllm_agent_hint.kvcache.manager import KVCacheManagerMixin, TrackedRequest
@@ -23,7 +30,7 @@ from vllm_agent_hint.kvcache.queue import AgentFreeKVCacheBlockQueue
 from vllm_agent_hint.sessions.intent import SessionIntent
 from vllm_agent_hint.sessions.manager import SessionAwareManager
 from vllm_agent_hint.settings import load_settings
-from vllm_agent_hint.stamp import DEFAULT_TENANT, STAMP_KEY, Stamp, open_stamp
+from vllm_agent_hint.stamp import DEFAULT_TENANT, Stamp
 
 logger = logging.getLogger("vllm.agent_hint")
 
@@ -58,19 +65,20 @@ class EngineHooks:
 
     Args:
         manager: The KV cache manager that the scheduler has built.
-        num_engines: Data-parallel engines; the children of one request spread over them.
+        parallel_config: vLLM's; None where it is not known.
     """
 
-    def __init__(self, manager: Any, *, num_engines: int = 1) -> None:
+    def __init__(self, manager: Any, parallel_config: Any = None) -> None:
         self.manager = manager
+        self._parallel_config = parallel_config
         self.sam: SessionAwareManager | None = None
         self.reason = ""
         """Why hints have no effect; empty if they have."""
         self.tracked: dict[str, TrackedRequest] = {}
         """Hinted requests by request id, until their blocks are freed."""
-        self.operations = EditOperations(counts_siblings=num_engines == 1)
-        self.outcomes = OperationStore()
-        """What became of them, for those who ask."""
+        self.operations = EditOperations()
+        self.outcomes = OperationStore(max_operations=1)
+        """What became of them, for those who ask. Where hints have no effect, nothing does."""
         self.unanswered: set[Future[list[EditResult]]] = set()
         """Of management calls whose edits are not done yet."""
         self.is_paused = False
@@ -79,6 +87,7 @@ class EngineHooks:
         """Whether the next statistics report can differ from the last."""
         self.slices: deque[float] = deque(maxlen=MAX_SLICES)
         """Seconds spent in each slice of expiry since the last report."""
+        self._has_named_foreign_stamps = False
         try:
             self._attach()
         except Exception as error:
@@ -90,13 +99,14 @@ class EngineHooks:
     def _attach(self) -> None:
         """Check what vLLM has built (the third ring of failing open), then start SAM."""
         manager = self.manager
-        self.reason = _why_not(manager)
+        self.reason = _why_not(manager) or _why_not_alone(self._parallel_config)
         if self.reason:
             pool = getattr(manager, "block_pool", None)
             if isinstance(pool, AgentBlockPool):
                 pool.stand_down()
             return
         settings = load_settings()
+        self.outcomes = OperationStore(max_operations=settings.max_operations)
         if settings.shadow:
             manager.keep_stock_order()
         self.sam = SessionAwareManager(
@@ -113,19 +123,32 @@ class EngineHooks:
 
     # -- requests ------------------------------------------------------------------------------
 
+    def take_hint(self, request: Any) -> ArrivedHint | None:
+        """Take a new request's hint off it, also where it will have no effect."""
+        try:
+            arrived = take_hint(request)
+        except Exception:
+            if self.sam is not None:
+                self.drop_sessions("taking a hint off a request")
+            return None
+        if arrived is not None and arrived.is_foreign and not self._has_named_foreign_stamps:
+            self._has_named_foreign_stamps = True
+            logger.warning(
+                "vllm-agent-hint: ignored a hint whose signature is wrong: the front end that sent "
+                "it has another VLLM_AGENT_HINT_SECRET than this engine, or one of them has none; "
+                "set the same one for both (said once)"
+            )
+        return arrived
+
     @_outlives_sam
-    def request_added(self, request: Any) -> None:
-        """Read a new request's hint, once."""
+    def request_added(self, request: Any, arrived: ArrivedHint) -> None:
+        """A request that carried a hint has been added."""
         assert self.sam is not None
-        params = request.sampling_params
-        if params is None or not params.extra_args:
-            return
-        stamp = open_stamp(params.extra_args.get(STAMP_KEY))
-        hint = stamp.hint if stamp is not None else params.extra_args.get(HINT_KEY)
-        if hint is None:
+        stamp = arrived.stamp
+        if arrived.hint is None:
             return
         try:
-            wanted = parse_agent_hint(hint)
+            wanted = parse_agent_hint(arrived.hint)
         except HintError as error:
             # The front end refuses such a hint; this one came by a route that has none.
             logger.warning("vllm-agent-hint: ignored a hint (%s)", error)
@@ -141,15 +164,22 @@ class EngineHooks:
             self._note_outcome(stamp, [])
             return
         self.has_news = True
+        self.operations.request_added(stamp)
         if stamp is not None:
             types = [edit.type for edit in intent.edits]
             self.outcomes.open(stamp.operation_id, stamp.tenant, types)
         live = self.sam.request_added(intent, time.monotonic())
         if live is not None:
             self.tracked[request.request_id] = TrackedRequest(live, stamp)
-        elif self.operations.request_ended(stamp, succeeded=False) is not None:
+        elif self._count_end(stamp, succeeded=False) is not None:
             reason = "there is no room for another session"
-            self._note_outcome(stamp, self.sam.reject_edits(intent.edits, reason))
+            self._note_outcome(
+                stamp,
+                self.sam.reject_edits(intent.edits, reason),
+                retention=RetentionResult(
+                    status=EditStatus.REJECTED, bounds=["max_sessions"], reason=reason
+                ),
+            )
 
     def requests_complete(self, request_ids: list[str]) -> None:
         """Note requests that the front end ends because they are complete.
@@ -204,9 +234,7 @@ class EngineHooks:
         """A hinted request is over, its blocks freed or in the hands of a connector."""
         assert self.sam is not None
         intent = tracked.live.intent
-        all_succeeded = self.operations.request_ended(
-            tracked.stamp, succeeded=_has_succeeded(request, tracked)
-        )
+        all_succeeded = self._count_end(tracked.stamp, succeeded=_has_succeeded(request, tracked))
         if all_succeeded is None:
             return
         note = partial(self._note_outcome, tracked.stamp, retention=tracked.retention)
@@ -218,6 +246,13 @@ class EngineHooks:
                 self.sam.finish_releases()
         else:
             note(self.sam.reject_edits(intent.edits, "the request did not succeed"))
+
+    def _count_end(self, stamp: Stamp | None, *, succeeded: bool) -> bool | None:
+        """See ``EditOperations.request_ended``. What waits for others does so for a while only."""
+        all_succeeded = self.operations.request_ended(stamp, succeeded=succeeded)
+        if stamp is not None and self.operations.is_waiting(stamp):
+            self.outcomes.fall_silent(stamp.operation_id, stamp.tenant, time.monotonic())
+        return all_succeeded
 
     def _note_outcome(
         self,
@@ -335,6 +370,17 @@ class EngineHooks:
 
 def _has_succeeded(request: Any, tracked: TrackedRequest) -> bool:
     return tracked.is_complete or request.status in _SUCCESSES
+
+
+def _why_not_alone(parallel_config: Any) -> str:
+    """Why this scheduler must not decide by its own clock; empty if it may."""
+    backend = getattr(parallel_config, "distributed_executor_backend", None)
+    if backend == "external_launcher" and parallel_config.world_size > 1:
+        return (
+            "with external_launcher every rank has a scheduler of its own and all must decide the "
+            "same, which expiry by the clock can't promise"
+        )
+    return ""
 
 
 def _why_not(manager: Any) -> str:

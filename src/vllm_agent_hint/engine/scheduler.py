@@ -27,23 +27,22 @@ class AgentSchedulerMixin:
         modules = [sys.modules.get(c.__module__) for c in type(self).__mro__]
         with rebound(filter(None, modules), "KVCacheManager", agent_kv_cache_manager):
             super().__init__(*args, **kwargs)
-        parallel = getattr(self, "parallel_config", None)
         self.agent_hint = EngineHooks(
-            getattr(self, "kv_cache_manager", None),
-            num_engines=getattr(parallel, "data_parallel_size", 1),
+            getattr(self, "kv_cache_manager", None), getattr(self, "parallel_config", None)
         )
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        """As stock; then read the hint, once.
+        """As stock, without the hint; then act on it, once.
 
         An id that is known belongs to a streaming-input request, whose last chunk ends it.
         """
         is_known = request.request_id in self.requests
         if is_known and not getattr(request, "resumable", False):
             self.agent_hint.request_complete(request.request_id)
+        arrived = self.agent_hint.take_hint(request)
         super().add_request(request, *args, **kwargs)  # type: ignore[misc]
-        if not is_known:
-            self.agent_hint.request_added(request)
+        if arrived is not None and not is_known:
+            self.agent_hint.request_added(request, arrived)
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """As stock, after noting which of the requests are complete."""

@@ -21,6 +21,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_agent_hint.frontend.fail_open import name_once
 from vllm_agent_hint.frontend.identity import SESSION_FIELD, outside_identity
+from vllm_agent_hint.frontend.spreading import may_spread_unseen
 from vllm_agent_hint.hints import (
     HINT_KEY,
     AgentHintParams,
@@ -28,6 +29,7 @@ from vllm_agent_hint.hints import (
     OutsideIdentity,
     parse_agent_hint,
 )
+from vllm_agent_hint.settings import load_settings
 from vllm_agent_hint.stamp import DEFAULT_TENANT, STAMP_KEY, Stamp, open_stamp
 
 _MANAGE_FIELD: Final = f"{HINT_KEY}.context_management.manage_request"
@@ -48,12 +50,14 @@ class CarriedHint:
         engine_requests: How many requests the engine makes of it (``n`` times the prompts): the
             edits run once, after the last of them has succeeded.
         tenant: Whose session it is.
+        may_spread: Whether those requests may run on several engines.
     """
 
     hint: AgentHintParams
     operation_id: str
     engine_requests: int
     tenant: str = DEFAULT_TENANT
+    may_spread: bool = False
 
     @property
     def report(self) -> dict[str, Any]:
@@ -61,12 +65,18 @@ class CarriedHint:
         return {"session_id": self.hint.session_id, "operation_id": self.operation_id}
 
     def put_into(self, extra_args: dict[str, Any] | None) -> dict[str, Any]:
-        """``SamplingParams.extra_args`` with the hint stamped: plain data, for msgpack."""
+        """``SamplingParams.extra_args`` with the hint stamped: plain data, for msgpack.
+
+        Without it where no engine of ours would take it off again: vLLM logs what it is left.
+        """
+        if not load_settings().sam:
+            return _without_hint(extra_args or {})
         stamp = Stamp(
             self.hint.model_dump(mode="json", exclude_none=True),
             self.tenant,
             self.operation_id,
             self.engine_requests,
+            self.may_spread,
         )
         return {**_without_hint(extra_args or {}), STAMP_KEY: stamp.sealed()}
 
@@ -126,7 +136,11 @@ def process_inputs(
     params = copy.copy(params)
     identity = outside_identity(kwargs.get(SESSION_FIELD), None, extra_args)
     try:
-        params.extra_args = _stamped(extra_args, params.n or 1, identity)
+        engine_requests = params.n or 1
+        may_spread = engine_requests > 1 and may_spread_unseen(
+            instance.vllm_config.parallel_config, kwargs.get("data_parallel_rank")
+        )
+        params.extra_args = _stamped(extra_args, identity, engine_requests, may_spread)
     except HintError as error:
         raise as_client_error(error) from None
     except Exception:
@@ -157,7 +171,10 @@ def _with_plain_hint(raw: Any, request: Any, extra_args: dict[str, Any]) -> dict
 
 
 def _stamped(
-    extra_args: dict[str, Any], engine_requests: int, identity: OutsideIdentity | None
+    extra_args: dict[str, Any],
+    identity: OutsideIdentity | None,
+    engine_requests: int,
+    may_spread: bool,
 ) -> dict[str, Any]:
     """The arguments of a request that came through no door, its hint validated.
 
@@ -171,7 +188,8 @@ def _stamped(
     hint = parse_agent_hint(extra_args[HINT_KEY], identity=identity)
     if hint.manages:
         raise HintError(_MANAGE_FIELD, _MANAGE_CURE)
-    return CarriedHint(hint, new_operation_id(), engine_requests).put_into(extra_args)
+    ours = CarriedHint(hint, new_operation_id(), engine_requests, may_spread=may_spread)
+    return ours.put_into(extra_args)
 
 
 def _without_hint(extra_args: dict[str, Any]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def _read_or_none(
         HintError: The client has to correct the request.
     """
     try:
-        ours = read_hint(unread, request, raw_request, door.engine_requests(request))
+        ours = read_hint(unread, serving, request, raw_request, door.engine_requests(request))
         if ours.hint.edits and not ours.hint.manages:
             door.check_edits_can_follow(serving, request)
         return ours

@@ -150,8 +150,8 @@ def _edits_of(payload: Mapping[str, Any]) -> list[dict[str, Any]]:
 def merge_results(answers: Sequence[EngineAnswer]) -> list[EditResult]:
     """One result per edit: the best status among the engines, blocks and tokens summed.
 
-    What some engine did is `partial` where another one failed, since that one may hold a part
-    of the session.
+    What some engine did is `partial` where another one failed, or rejected the edit because its
+    share of the requests did not succeed: that one may hold a part of the session.
     """
     return [
         best_of(of_one_edit)
@@ -163,10 +163,11 @@ def best_of(results: Sequence[EditResult]) -> EditResult:
     """What several engines say of one edit, at least one of them."""
     best = min(results, key=lambda result: _RANKED.index(result.status))
     status, reason = best.status, best.reason
-    failed = [result for result in results if result.status is EditStatus.FAILED]
-    if failed and status is EditStatus.APPLIED:
-        status = EditStatus.PARTIAL
-        reason = f"{len(failed)} of {len(results)} engines failed: {failed[0].reason}"
+    for left_out in (EditStatus.FAILED, EditStatus.REJECTED):
+        others = [result for result in results if result.status is left_out]
+        if others and status is EditStatus.APPLIED:
+            status = EditStatus.PARTIAL
+            reason = f"{len(others)} of {len(results)} engines {left_out}: {others[0].reason}"
     return EditResult(
         type=best.type,
         status=status,

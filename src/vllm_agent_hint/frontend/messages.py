@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any, Final
 
 from vllm_agent_hint.frontend.doors import arguments, pass_hinted
+from vllm_agent_hint.frontend.fail_open import name_once
 from vllm_agent_hint.frontend.identity import SESSION_FIELD
 from vllm_agent_hint.frontend.management import EmptyTurn
 from vllm_agent_hint.frontend.reading import UnreadHint, find_hint
@@ -34,9 +35,14 @@ async def create_messages(
 
 
 async def _find_hint(request: Any, raw_request: Any) -> UnreadHint | None:
-    body = await raw_request.json() if raw_request is not None else {}
-    xargs = getattr(request, "vllm_xargs", None)
-    return find_hint(body.get(HINT_KEY), body.get(SESSION_FIELD), xargs)
+    """The hint; None also where the raw body can't be had again."""
+    try:
+        body = await raw_request.json() if raw_request is not None else {}
+        xargs = getattr(request, "vllm_xargs", None)
+        return find_hint(body.get(HINT_KEY), body.get(SESSION_FIELD), xargs)
+    except Exception:
+        name_once("looking for a hint in a message's body failed; the request runs without it")
+        return None
 
 
 class MessagesDoor:

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from vllm_agent_hint.frontend.carry import CarriedHint, new_operation_id
 from vllm_agent_hint.frontend.identity import outside_identity
+from vllm_agent_hint.frontend.spreading import may_spread
 from vllm_agent_hint.frontend.tenants import tenant_of
 from vllm_agent_hint.hints import HINT_KEY, HintError, parse_agent_hint
 
@@ -36,12 +37,13 @@ def find_hint(raw: Any, session_id: Any, xargs: Mapping[str, Any] | None) -> Unr
 
 
 def read_hint(
-    unread: UnreadHint, request: Any, raw_request: Any, engine_requests: int
+    unread: UnreadHint, serving: Any, request: Any, raw_request: Any, engine_requests: int
 ) -> CarriedHint:
     """Validate a hint and name its operation.
 
     Args:
         unread: As it came.
+        serving: vLLM's handler of the API.
         request: The body, as vLLM parsed it.
         raw_request: FastAPI's request, or None.
         engine_requests: How many requests the engine will make of it.
@@ -52,7 +54,13 @@ def read_hint(
     identity = outside_identity(unread.session_id, raw_request, unread.xargs)
     hint = parse_agent_hint(unread.raw, identity=identity)
     _check_salt(getattr(request, _SALT_FIELD, None))
-    return CarriedHint(hint, new_operation_id(), engine_requests, tenant_of(raw_request))
+    return CarriedHint(
+        hint,
+        new_operation_id(),
+        engine_requests,
+        tenant_of(raw_request),
+        may_spread=engine_requests > 1 and may_spread(serving, raw_request),
+    )
 
 
 def _check_salt(salt: Any) -> None:

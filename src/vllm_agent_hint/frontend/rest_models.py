@@ -14,6 +14,15 @@ CacheSalt = Annotated[
     StringConstraints(min_length=1),
     Field(description="The cache_salt of the session's prompts, if any: a part of its name."),
 ]
+SessionIdShown = Annotated[str, Field(description="The session, as it named itself.")]
+HasCacheSalt = Annotated[
+    bool,
+    Field(description="Whether a cache_salt is a part of its name. Which one is never shown."),
+]
+ParentShown = Annotated[str | None, Field(description="The session that started it, if any.")]
+OperationIdShown = Annotated[
+    str, Field(description="32 hexadecimal digits; ask for it at `/operations`.")
+]
 Cursor = Annotated[
     str,
     StringConstraints(min_length=1, max_length=4096),
@@ -88,18 +97,21 @@ class Bounds(_Told):
     max_lineages: Annotated[int, Field(description="Prompts that one session runs side by side.")]
     max_protections: Annotated[int, Field(description="Leases on one prompt.")]
     max_records: Annotated[int, Field(description="Blocks recorded, once per session.")]
+    max_operations: Annotated[
+        int, Field(description="Results kept per engine, of all clients together.")
+    ]
     protected_share: Annotated[float, Field(description="Of the KV cache, for all sessions.")]
     tenant_share: Annotated[float, Field(description="Part of it for the sessions of one tenant.")]
     idle_seconds: Annotated[float, Field(description="Until a session without a lease is freed.")]
 
 
 class State(_Told):
-    version: str
-    vllm_version: str | None
+    version: Annotated[str, Field(description="Of vllm-agent-hint.")]
+    vllm_version: Annotated[str | None, Field(description="Null where it can't be told.")]
     active: Annotated[bool, Field(description="Whether hints have an effect on every engine.")]
-    engines: list[EngineState]
-    features: Features
-    bounds: Bounds
+    engines: Annotated[list[EngineState], Field(description="One per data-parallel engine.")]
+    features: Annotated[Features, Field(description="What is switched on.")]
+    bounds: Annotated[Bounds, Field(description="The server's settings, for all clients.")]
     block_size: Annotated[
         int | None,
         Field(description="Tokens per logical block; null where no engine is active."),
@@ -107,9 +119,9 @@ class State(_Told):
 
 
 class SessionSummary(_Told):
-    session_id: str
-    has_cache_salt: bool
-    parent_session_id: str | None
+    session_id: SessionIdShown
+    has_cache_salt: HasCacheSalt
+    parent_session_id: ParentShown
     live_requests: Annotated[int, Field(description="Requests that have not ended.")]
     lineages: Annotated[int, Field(description="Prompts that it runs side by side.")]
     blocks: Annotated[int, Field(description="Recorded KV cache blocks.")]
@@ -117,7 +129,9 @@ class SessionSummary(_Told):
 
 
 class SessionPage(_Told):
-    sessions: list[SessionSummary]
+    sessions: Annotated[
+        list[SessionSummary], Field(description="By session_id, in the order of code points.")
+    ]
     next: Annotated[
         str | None, Field(description="Send it as `after` for the next page; null on the last.")
     ]
@@ -139,27 +153,32 @@ class LineageView(_Told):
     tokens: Annotated[int, Field(description="Recorded prompt tokens.")]
     blocks: Annotated[int, Field(description="Recorded KV cache blocks.")]
     resident_blocks: Annotated[int, Field(description="Those whose content is still cached.")]
-    leases: list[LeaseView]
+    leases: Annotated[list[LeaseView], Field(description="What keeps it, the shortest first.")]
 
 
 class SessionView(_Told):
-    session_id: str
-    has_cache_salt: bool
-    parent_session_id: str | None
+    session_id: SessionIdShown
+    has_cache_salt: HasCacheSalt
+    parent_session_id: ParentShown
     children: Annotated[list[str], Field(description="Ids of the sessions that it started.")]
     live_requests: Annotated[int, Field(description="Requests that have not ended.")]
-    lineages: list[LineageView]
+    lineages: Annotated[
+        list[LineageView], Field(description="Prompts that it runs side by side, on each engine.")
+    ]
 
 
 class EditReport(_Told):
-    session_id: str
-    operation_id: Annotated[str, Field(description="Names the edits, for later questions.")]
+    session_id: SessionIdShown
+    operation_id: OperationIdShown
     results: Annotated[list[EditResult], Field(description="One per edit, in their order.")]
 
 
 class OperationReport(_Told):
-    operation_id: str
-    status: Literal["pending", "done"]
+    operation_id: OperationIdShown
+    status: Annotated[
+        Literal["pending", "done"],
+        Field(description="`pending` while it is so on any engine."),
+    ]
     results: Annotated[list[EditResult], Field(description="One per edit, in their order.")]
     retention: Annotated[
         dict[str, Any] | None,

@@ -59,8 +59,9 @@ NO_SUCH_SESSION: Final = (
     f"its idle time; a cache_salt is a part of its name. GET {SESSIONS_PATH} lists what you have"
 )
 NO_SUCH_OPERATION: Final = (
-    "you have no such operation. Results are kept for ten minutes; GET /v1/agent_hint/state says "
-    "whether hints have an effect here"
+    "you have no such operation. Results are kept for ten minutes, or for less where more come in "
+    "that time than VLLM_AGENT_HINT_MAX_OPERATIONS; GET /v1/agent_hint/state says whether hints "
+    "have an effect here"
 )
 
 
@@ -193,7 +194,10 @@ async def edit_session(
 async def free_session(
     raw_request: Request, session_id: SessionId, query: Annotated[FreeQuery, Query()]
 ) -> EditReport:
-    """Forget a session. Requests of it that are running go on, and leave nothing behind."""
+    """Forget a session. Requests of it that are running go on, and leave nothing behind.
+
+    The result is that of an `evict`: it counts what was recorded for the session.
+    """
     if query.include_children:
         tree = [ContextEdit(type="evict", include_children=True)]
         return await _edit(raw_request, session_id, query.cache_salt, tree)

