@@ -59,9 +59,9 @@ FAULTS: Final = (
         "every request is tracked",
         breaks="a request without a hint makes no session",
         invariant=1,
-        file="engine/hooks.py",
-        old="        if params is None or not params.extra_args:\n            return\n",
-        new="        params.extra_args = params.extra_args or {HINT_KEY: {'session_id': 'x'}}\n",
+        file="engine/arrival.py",
+        old="        return None\n    sealed",
+        new='        return ArrivedHint({"session_id": "x"}, None, is_foreign=False)\n    sealed',
         tests=(STOCK_SCHEDULE,),
     ),
     # -- 2: the free queue -------------------------------------------------------------------------
@@ -412,8 +412,8 @@ FAULTS: Final = (
         "an aborted request supersedes",
         breaks="aborted and failed requests never release anything",
         file="sessions/manager.py",
-        old="            return lineage, succeeded\n",
-        new="            return lineage, True\n",
+        old="        if not succeeded or not live.is_placed:\n            return lineage, False\n",
+        new="        if not succeeded or not live.is_placed:\n            return lineage, True\n",
         tests=("unit/test_lineages.py", "unit/test_sessions.py"),
     ),
     Fault(
@@ -747,11 +747,11 @@ FAULTS: Final = (
         tests=("engine/test_scheduler_retention.py",),
     ),
     Fault(
-        "edits run after each of n>1",
+        "edits run although one of n>1 has not come yet",
         breaks="the edits of one HTTP request run once, after the last of its engine requests",
         file="engine/edits.py",
-        old="        if entry.requests_left > 0:\n",
-        new="        if entry.requests_left > 1:\n",
+        old="        if stamp.may_spread or entry.ended >= stamp.engine_requests:\n",
+        new="        if entry.ended:\n",
         tests=("engine/test_scheduler_retention.py",),
     ),
     Fault(
@@ -798,12 +798,13 @@ FAULTS: Final = (
         tests=("unit/test_stamp.py",),
     ),
     Fault(
-        "a tenant without a stamp is believed",
+        "a tenant without a signature is believed",
         breaks="the tenant is never read from what a client can write",
-        file="engine/hooks.py",
-        old="tenant=stamp.tenant if stamp is not None else DEFAULT_TENANT,",
-        new="tenant=stamp.tenant if stamp is not None\n"
-        '            else (params.extra_args.get(STAMP_KEY) or {}).get("tenant", DEFAULT_TENANT),',
+        file="engine/arrival.py",
+        old="    stamp = open_stamp(sealed)\n",
+        new="    stamp = open_stamp(sealed)\n"
+        "    if sealed is not None and stamp is None:\n"
+        '        stamp = Stamp(extra_args.get(HINT_KEY), sealed.get("tenant", ""), "op")\n',
         tests=("engine/test_utility.py",),
     ),
     Fault(
@@ -812,7 +813,8 @@ FAULTS: Final = (
         file="engine/operations.py",
         old="        self._forget_old(now)\n        key = (tenant, operation_id)\n",
         new="        self._forget_old(now)\n        key = next(\n"
-        "            (k for k in [*self._pending, *self._ended] if k[1] == operation_id),\n"
+        "            (k for shelf in (self._pending, self._edited, self._plain) for k in shelf\n"
+        "             if k[1] == operation_id),\n"
         "            (tenant, operation_id),\n        )\n",
         tests=("unit/test_operations.py",),
     ),
@@ -820,8 +822,8 @@ FAULTS: Final = (
         "the list shows sessions of other tenants",
         breaks="sessions and operations of another tenant do not exist for you",
         file="sessions/view.py",
-        old=" and key.tenant == tenant)",
-        new=")",
+        old=" and key.tenant == tenant]",
+        new="]",
         tests=("unit/test_view.py",),
     ),
     Fault(

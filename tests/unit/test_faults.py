@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,15 @@ def test_the_tests_that_ought_to_see_a_fault_exist(fault: Fault) -> None:
         text = (CHECKOUT / TESTS / file).read_text()
         function = name.partition("[")[0]
         assert re.search(rf"^(def )?{function}\b", text, re.MULTILINE), test
+
+
+def test_no_fault_uses_a_name_that_is_not_there(tmp_path: Path) -> None:
+    """Any test would see a ``NameError``, and prove nothing."""
+    for k, fault in enumerate(FAULTS):
+        (tmp_path / f"fault_{k}.py").write_text(fault.planted(CHECKOUT))
+    order = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", tmp_path]
+    said = subprocess.run(order, capture_output=True, text=True)
+    assert said.returncode == 0, said.stdout
 
 
 def test_each_invariant_has_a_fault_and_each_fault_a_name_of_its_own() -> None:
