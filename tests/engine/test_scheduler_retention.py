@@ -328,6 +328,15 @@ def test_siblings_run_their_edits_once_after_the_last() -> None:
     assert not any(len(entry) > 1 for entry in edits[:-1])
 
 
+def test_siblings_wait_with_their_edits_for_one_that_has_not_come_yet() -> None:
+    engine = make_engine()
+    stamp = Stamp(hinted("agent", 300.0, "evict"), "", "op", 2)
+    engine.serve(CONTEXT, extra_args={STAMP_KEY: stamp.sealed()})
+    assert engine.scheduler.agent_hint.statistics()["edits"] == []
+    engine.serve(CONTEXT, extra_args={STAMP_KEY: stamp.sealed()})
+    assert engine.scheduler.agent_hint.statistics()["edits"] == [["evict", "applied", 1]]
+
+
 def test_several_prompts_of_one_request_that_run_one_by_one_release_nothing() -> None:
     engine = make_engine(max_num_seqs=1)
     stamp = Stamp(hinted("agent", 300.0), "", "op", 2)
