@@ -462,7 +462,7 @@ FAULTS: Final = (
         file="sessions/ledger.py",
         old="logical >= prefix.num_hits))",
         new="True))",
-        tests=(SESSIONS,),
+        tests=(HYBRID_SESSIONS,),
     ),
     Fault(
         "a request protects its own copy of a block",
