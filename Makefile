@@ -2,12 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help env demo server test lint format bench clean
+.PHONY: help env demo server test test-faults lint format bench clean
 
 help:
 	@echo "make demo    vLLM with hints off and on under the same load: a table, out/demo.json, out/demo.html"
 	@echo "make server  the demo's server on 127.0.0.1:8000, for the examples"
 	@echo "make test    ruff, mypy and every test, the ones with a real server included"
+	@echo "make test-faults  plant faults in copies of the checkout: which test catches each?"
 	@echo "make bench   what the plugin costs beside stock vLLM: out/overhead.json"
 	@echo "make lint    ruff and mypy only        make format  let ruff rewrite the files"
 	@echo "make clean   remove .venv, out/ and every cache"
@@ -31,6 +32,9 @@ lint: env
 
 test: lint
 	@$(BIN)/pytest
+
+test-faults: env
+	@$(BIN)/python -m tests.faults
 
 format: env
 	@$(BIN)/ruff check --fix

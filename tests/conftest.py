@@ -9,12 +9,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from vllm_agent_hint.cli.demo.model import ensure_model
 
 settings.register_profile("repeatable", derandomize=True, database=None)
 settings.register_profile("explore", print_blob=True)
+# A planted fault is known already: its first failing example will do (see tests/faults).
+settings.register_profile(
+    "no-shrink",
+    derandomize=True,
+    database=None,
+    report_multiple_bugs=False,
+    phases=[Phase.explicit, Phase.generate],
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 CHECKOUT = Path(__file__).resolve().parent.parent

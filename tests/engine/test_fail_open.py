@@ -480,6 +480,7 @@ def test_a_fault_at_any_hook_leaves_plain_lru_and_the_metrics_say_so(
     assert isinstance(record.exc_info[1], ZeroDivisionError)
     assert last_report(engine)["active"] is False
     engine.run()
+    assert_plain_lru(engine)
     hinted_traffic(engine)
     assert_plain_lru(engine)
     assert len(log.records) == 1

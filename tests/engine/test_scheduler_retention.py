@@ -1,6 +1,7 @@
 """What hints do to real requests in vLLM's real scheduler, one behaviour at a time."""
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from tests.engine.invariants import check_invariants
 from tests.engine.rig import (
@@ -289,6 +290,20 @@ def test_the_edits_of_an_aborted_request_are_rejected() -> None:
     assert engine.scheduler.agent_hint.statistics()["edits"] == [["evict", "rejected", 1]]
 
 
+@pytest.mark.parametrize("is_complete", [True, False], ids=["stop string", "client left"])
+def test_a_request_that_the_front_end_ends_is_complete_if_it_is_named_twice(
+    is_complete: bool,
+) -> None:
+    engine = make_engine()
+    request_id = engine.add(CONTEXT, hint=hinted("agent", 300.0, "evict"), max_tokens=50)
+    engine.step()
+    ids = [request_id] * (2 if is_complete else 1)
+    engine.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+    engine.run()
+    status = "applied" if is_complete else "rejected"
+    assert engine.scheduler.agent_hint.statistics()["edits"] == [["evict", status, 1]]
+
+
 def test_an_aborted_request_ends_no_part_of_the_recorded_context() -> None:
     engine = make_engine()
     engine.serve(CONTEXT, hint=hinted("agent", 300.0))
@@ -311,6 +326,28 @@ def test_siblings_run_their_edits_once_after_the_last() -> None:
     assert (1,) in edits, "two have ended and the edit has not run"
     assert edits[-1] == (0, 1)
     assert not any(len(entry) > 1 for entry in edits[:-1])
+
+
+def test_siblings_wait_with_their_edits_for_one_that_has_not_come_yet() -> None:
+    engine = make_engine()
+    stamp = Stamp(hinted("agent", 300.0, "evict"), "", "op", 2)
+    engine.serve(CONTEXT, extra_args={STAMP_KEY: stamp.sealed()})
+    assert engine.scheduler.agent_hint.statistics()["edits"] == []
+    engine.serve(CONTEXT, extra_args={STAMP_KEY: stamp.sealed()})
+    assert engine.scheduler.agent_hint.statistics()["edits"] == [["evict", "applied", 1]]
+
+
+def test_several_prompts_of_one_request_that_run_one_by_one_release_nothing() -> None:
+    engine = make_engine(max_num_seqs=1)
+    stamp = Stamp(hinted("agent", 300.0), "", "op", 2)
+    prompts = [[*CONTEXT, *prompt(family, 16)] for family in (31, 32)]
+    for tokens in prompts:
+        engine.add(tokens, extra_args={STAMP_KEY: stamp.sealed()})
+    engine.run()
+    for tokens in prompts:
+        blocks = engine.cached_ids(tokens)
+        assert blocks
+        assert all(engine.pool.blocks[i]._session_ref_cnt for i in blocks)
 
 
 def test_siblings_reject_their_edits_if_one_of_them_was_aborted() -> None:

@@ -25,7 +25,7 @@ from tests.engine.rig import (
 from vllm_agent_hint.engine import utility
 from vllm_agent_hint.engine.hooks import EngineHooks
 from vllm_agent_hint.engine.utility import agent_hint_rpc
-from vllm_agent_hint.hints import EditResult, EditStatus, EditType
+from vllm_agent_hint.hints import HINT_KEY, EditResult, EditStatus, EditType
 from vllm_agent_hint.sessions import view
 from vllm_agent_hint.sessions.intent import SessionKey
 from vllm_agent_hint.settings import Settings
@@ -102,6 +102,18 @@ def test_a_caller_that_names_no_tenant_is_the_default_one(engine: Engine) -> Non
     assert ask(engine, "list", limit=10)["sessions"] == []
     assert ask(engine, "show", session_id="a")["session"] is None
     assert ask(engine, "state")["state"]["sessions"] == 0
+
+
+@pytest.mark.parametrize("mac", [None, "x"])
+def test_a_stamp_that_we_did_not_make_gives_nobody_a_tenant(
+    engine: Engine, mac: str | None
+) -> None:
+    """The front end drops it; who reaches the engine past the front end gains nothing by it."""
+    forged = {"tenant": "red", "hint": hinted("forged", 60.0), "operation_id": "op", "mac": mac}
+    serve_stamped(engine, {STAMP_KEY: forged, HINT_KEY: hinted("a", 60.0)})
+    assert ask(engine, "list", tenant="red", limit=10)["sessions"] == []
+    [line] = ask(engine, "list", limit=10)["sessions"]
+    assert line["session_id"] == "a"
 
 
 def test_an_operation_is_pending_from_the_arrival_of_its_request_to_its_end(

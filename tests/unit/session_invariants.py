@@ -148,7 +148,10 @@ def check_wheels(sam: SessionAwareManager) -> None:
 def check_bounds(sam: SessionAwareManager, port: PlainPort, settings: Settings) -> None:
     assert len(sam.sessions) - sam.num_heirs <= settings.max_sessions
     assert sam.ledger.index.num_records <= settings.max_records
-    assert port.num_retained_blocks <= int(settings.protected_share * (port.num_gpu_blocks - 1))
+    share = int(settings.protected_share * (port.num_gpu_blocks - 1))
+    assert port.num_retained_blocks <= share
+    for tenant in {session.tenant for session in sam.sessions.values()}:
+        assert sam.ledger.index.num_blocks_of(tenant) <= int(settings.tenant_share * share)
     assert sam.history.size == sum(
         len(s.history) + sum(len(tail.digests) for tail in s.superseded)
         for s in sam.sessions.values()

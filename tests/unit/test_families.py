@@ -136,6 +136,7 @@ def test_a_parent_that_was_only_named_ends_some_time_after_its_children(
     assert boss not in engine.sam.sessions
 
 
+@pytest.mark.timeout(20)  # Who walks up a ring never arrives.
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_a_link_that_would_close_a_cycle_is_rejected_and_the_request_runs(
     engine: PlainEngine, length: int
@@ -177,8 +178,14 @@ def test_a_tree_is_freed_children_first_and_leaves_nothing(engine: PlainEngine) 
         engine.end(work)
     deep = child_of(engine, "one", SessionKey("", None, "deep"))
     engine.run(deep, "deep")
+    of_workers = {
+        i for name in ("one", "two") for i in engine.blocks_of(SessionKey("", None, name))
+    }
+    engine.port.fronted.clear()
     (result,) = engine.apply_edits(LEADER, [TREE])
     assert result.status is EditStatus.APPLIED
+    assert set(engine.port.fronted[: len(of_workers)]) == of_workers
+    assert len(engine.port.fronted) > len(of_workers), "the leader's come last"
     assert "4 sessions" in result.reason
     assert engine.sam.sessions == {}
     check_nothing_left(engine.sam, engine.port)

@@ -87,6 +87,19 @@ def test_a_title_writer_beside_the_main_agent_leaves_its_context_alone(
     assert min(counts(engine, "main agent goes on")) >= 1
 
 
+def test_a_title_writer_that_shares_the_system_prompt_leaves_the_main_agent_alone(
+    engine: PlainEngine,
+) -> None:
+    main = begin(engine, "system agent")
+    side = begin(engine, "system title")
+    engine.end(main)
+    engine.end(side)
+    engine.turn(A, "system summary", ttl=300.0)
+    assert min(counts(engine, "system agent")) >= 1
+    assert min(counts(engine, "system title")) >= 1
+    assert len(prompts(engine)) == 3
+
+
 def test_a_title_writer_does_not_keep_the_main_agent_from_superseding(
     engine: PlainEngine,
 ) -> None:
@@ -108,6 +121,29 @@ def test_the_answers_of_one_request_release_nothing(engine: PlainEngine) -> None
     last = begin(engine, "question z", is_sibling=True)
     engine.end(last)
     assert min(counts(engine, "question x")) >= 1
+
+
+def test_the_answers_of_one_request_that_run_one_by_one_release_nothing(
+    engine: PlainEngine,
+) -> None:
+    """A busy engine comes to the second answer only after the first has ended."""
+    intent = SessionIntent(A, protections=(Protection(300.0),), is_sibling=True)
+    arrived = [engine.arrive(intent) for _ in "xy"]
+    for answer, name in zip(arrived, "xy", strict=True):
+        assert answer is not None
+        engine.run(answer, f"question {name}")
+        engine.end(answer)
+    assert min(counts(engine, "question x")) >= 1
+    assert min(counts(engine, "question y")) >= 1
+
+
+def test_an_abort_leaves_the_other_answers_of_a_request_alone(engine: PlainEngine) -> None:
+    """Also where each ran alone, the others on other data-parallel engines."""
+    for name in "xy":
+        engine.end(begin(engine, f"{name} answers", is_sibling=True))
+    engine.end(begin(engine, "y answers again"), succeeds=False)
+    assert min(counts(engine, "x answers")) == 1
+    assert min(counts(engine, "y answers")) == 1
 
 
 def test_the_agent_goes_on_with_the_answer_that_it_chose(engine: PlainEngine) -> None:

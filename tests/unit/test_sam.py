@@ -367,6 +367,7 @@ class BoundedMachine(SessionMachine):
         max_records=15,
         max_history=9,
         protected_share=0.5,
+        tenant_share=0.7,
         release_slice=2,
         idle_seconds=8.0,
         expired_enters=Placement.FRONT,

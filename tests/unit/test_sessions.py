@@ -672,6 +672,16 @@ def test_a_newcomer_is_clipped_from_its_tail_when_nothing_is_left_to_give_way() 
     assert engine.sam.counters.clipped == {"protected_share": 3}
 
 
+def test_what_sessions_of_a_tenant_share_counts_once_for_its_share() -> None:
+    engine = tenant_engine()
+    first, second = (SessionKey("red", None, name) for name in "ab")
+    for key in (first, second):
+        engine.turn(key, "qrstuvwxyz", ttl=300.0)
+    assert len(engine.blocks_of(first)) == 10
+    assert engine.blocks_of(second) == engine.blocks_of(first)
+    assert not engine.sam.counters.clipped
+
+
 def test_what_gives_way_and_is_shared_with_the_newcomer_makes_no_room() -> None:
     engine = PlainEngine(num_blocks=11, settings=Settings(protected_share=0.5))
     engine.turn(A, "wxyz", ttl=60.0)
