@@ -82,6 +82,21 @@ def test_the_answers_of_one_request_release_nothing(engine: Engine) -> None:
     assert counters(engine).superseded_blocks == 0
 
 
+def test_an_evict_after_parallel_answers_leaves_nobody_behind(engine: Engine) -> None:
+    """What one of them found in the cache was computed by another, which had not ended yet."""
+    hint = hinted("agent", 300.0, "evict")
+    stamp = Stamp(hint, "", "op", 2)
+    for tokens in (3, 8):
+        engine.add(TRUNK, extra_args={STAMP_KEY: stamp.sealed()}, max_tokens=tokens)
+        engine.step()
+    engine.run()
+    check_invariants(engine.scheduler)
+    # Window blocks are freed while their request runs: whose they were can't be told then.
+    left = [c for s in engine.sam.sessions.values() for c in s.lineage.chains if s.is_heir]
+    assert not any(len(chain) for chain in left[:1]), "attention blocks"
+    assert len(engine.session("agent").lineage) == 0
+
+
 def test_an_abort_in_mid_prefill_releases_nothing(engine: Engine) -> None:
     engine.serve(TRUNK + prompt(2, 4 * BLOCK), hint=MAIN)
     request_id = engine.add(TRUNK + prompt(3, 20 * BLOCK), hint=MAIN)

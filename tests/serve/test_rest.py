@@ -486,5 +486,5 @@ def test_no_session_id_and_no_salt_is_logged_or_made_a_label(
         assert private not in metrics
     assert re.search(r'"GET /v1/agent_hint/sessions/[0-9a-f]{12} HTTP/1.1" 200', log)
     assert "Received request" in log
-    assert "<agent hint>" in log
+    assert "<agent hint, operation " in log
     assert "Traceback" not in log

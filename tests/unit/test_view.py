@@ -176,3 +176,23 @@ def test_a_cursor_names_no_salt_and_no_tenant() -> None:
     assert "s3cret" not in cursor
     assert "tenant" not in cursor
     assert cursor != view.cursor_of(SessionKey("other", "s3cret", "main"))
+
+
+def test_a_page_costs_a_digest_for_each_session_that_it_shows_and_for_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A digest costs 50 times a comparison, and the engine's own thread makes it."""
+    keys = [SessionKey("tenant", "salt", f"{n:05}") for n in range(10_000)]
+    digested: list[SessionKey] = []
+    cursor_of = view.cursor_of
+
+    def counting(key: SessionKey) -> str:
+        digested.append(key)
+        return cursor_of(key)
+
+    monkeypatch.setattr(view, "cursor_of", counting)
+    for after in (None, cursor_of(keys[4_999])):
+        digested.clear()
+        shown = view.page(keys, 100, after)
+        assert len(shown) == 100
+        assert len(digested) <= 101

@@ -187,6 +187,9 @@ class KVCacheManagerMixin:
                 hit = [b for b in blocks if b._session_ref_cnt or b.ref_cnt]
             if hit and hit[0].is_null:
                 hit = [b for b in hit if not b.is_null]
+            if tracked is not None and len(tracked.live.session.live) > 1:
+                own = self._held_beside(tracked, request.request_id, group)
+                hit = [b for b in hit if b._session_ref_cnt or b.block_id not in own]
             if hit:
                 sam.ledger.note_hits(
                     tracked.live.session if tracked is not None else None,
@@ -194,6 +197,16 @@ class KVCacheManagerMixin:
                     [b.block_id for b in hit],
                     (b._block_hash for b in hit),
                 )
+
+    def _held_beside(self, tracked: TrackedRequest, request_id: str, group: int) -> set[int]:
+        """Blocks that other live requests of a session hold, and will record at their end."""
+        tables = self.coordinator.single_type_managers[group].req_to_blocks
+        return {
+            block.block_id
+            for other_id, other in self.tracked.items()
+            if other.live.session is tracked.live.session and other_id != request_id
+            for block in tables.get(other_id, ())
+        }
 
     def _frees_early(self, group: int) -> bool:
         return isinstance(self.coordinator.single_type_managers[group], _CHECKPOINT_MANAGERS)
