@@ -1,4 +1,4 @@
-"""Everything of vLLM that is replaced, and the check before it is replaced.
+"""Everything of vLLM that is replaced, and how each place is entered; ``probe`` looks first.
 
 The table below is the complete list of what changes in stock vLLM. In the KV core nothing is
 replaced in place: the scheduler, manager, pool, queue and blocks are subclasses that only the
@@ -9,17 +9,17 @@ the scheduler class is extended; the scheduler mixin looks at what vLLM has buil
 """
 
 import importlib
-import inspect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any, Final
 
 import wrapt
 
+from vllm_agent_hint.probe import Finding, probe_engine, resolve
 from vllm_agent_hint.settings import Settings, flag_names, load_settings, unknown_flags
 
 logger = logging.getLogger("vllm.agent_hint")
@@ -201,12 +201,6 @@ def _entering(seam: Seam) -> Callable[[Any], None]:
     return enter
 
 
-def resolve(path: str) -> Any:
-    """Import ``package.module:name``."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def why_missing(seam: Seam, module: Any) -> str:
     """Why a seam can't be entered in an imported module; empty if it can."""
     found = module
@@ -314,21 +308,6 @@ def vouch_for_flags(
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """What the probe found at one place.
-
-    Args:
-        seam: The place in vLLM.
-        ok: Whether it looks as expected.
-        detail: What was expected and is not there, or what the place is for.
-    """
-
-    seam: str
-    ok: bool
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
 class Report:
     """What the plugin would do in this environment."""
 
@@ -337,125 +316,6 @@ class Report:
     reason: str
     flags: dict[str, str]
     findings: list[Finding]
-
-
-_QUEUE_NAMES: Final = {
-    "popleft",
-    "popleft_n",
-    "remove",
-    "append",
-    "append_n",
-    "prepend_n",
-    "get_all_free_blocks",
-    "iter_blocks_after",
-}
-_BLOCK_FIELDS: Final = {
-    "block_id",
-    "ref_cnt",
-    "pool",
-    "_block_hash",
-    "_block_hash_num_tokens",
-    "prev_free_block",
-    "next_free_block",
-    "is_null",
-}
-_SIGNATURES: Final = (
-    # module, class, method, the parameters that ours names or passes by position
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "add_request", ("request",)),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "finish_requests", ("request_ids",)),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "schedule", ()),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "make_stats", ()),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "has_requests", ()),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "set_pause_state", ("pause_state",)),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "_preempt_request", ("request",)),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "_free_request", ("request",)),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", "_free_blocks", ("request",)),
-    ("vllm.v1.core.kv_cache_manager", "KVCacheManager", "get_computed_blocks", ("request",)),
-    (
-        "vllm.v1.core.kv_cache_manager",
-        "KVCacheManager",
-        "get_computed_blocks_for_connector",
-        ("request",),
-    ),
-    ("vllm.v1.core.kv_cache_manager", "KVCacheManager", "record_prefix_cache_stats", ("request",)),
-    ("vllm.v1.core.kv_cache_manager", "KVCacheManager", "free", ("request",)),
-    ("vllm.v1.core.kv_cache_manager", "KVCacheManager", "pop_blocks_for_free", ("request",)),
-    ("vllm.v1.core.block_pool", "BlockPool", "get_new_blocks", ("num_blocks",)),
-    ("vllm.v1.core.block_pool", "BlockPool", "free_blocks", ("ordered_blocks",)),
-    ("vllm.v1.core.block_pool", "BlockPool", "touch", ("blocks",)),
-    ("vllm.v1.core.block_pool", "BlockPool", "evict_blocks", ("block_ids",)),
-    ("vllm.v1.core.block_pool", "BlockPool", "move_block_hashes", ("src_block", "dst_block")),
-    ("vllm.v1.core.block_pool", "BlockPool", "reset_prefix_cache", ()),
-    ("vllm.v1.core.block_pool", "BlockPool", "cache_partial_block", ("request", "block")),
-    (
-        "vllm.v1.core.block_pool",
-        "BlockPool",
-        "cache_full_blocks",
-        ("request", "blocks", "num_cached_blocks", "num_full_blocks"),
-    ),
-)
-
-_NOT_IN_EVERY_VERSION: Final = {"record_prefix_cache_stats"}
-"""Without it hinted prompt tokens count as unhinted, and nothing else is amiss."""
-
-
-def probe_engine(scheduler: Any) -> list[Finding]:
-    """Look at all of vLLM's KV core that the mixin will touch, by its features.
-
-    Args:
-        scheduler: The class that vLLM would use.
-    """
-    return [*_probe_scheduler(scheduler), *_probe_signatures(), *_probe_classes()]
-
-
-def _probe_scheduler(scheduler: Any) -> Iterator[Finding]:
-    stock = resolve("vllm.v1.core.sched.scheduler:Scheduler")
-    ok = isinstance(scheduler, type) and issubclass(scheduler, stock)
-    name = getattr(scheduler, "__name__", repr(scheduler))
-    detail = "the class to extend" if ok else f"{name} does not derive from vLLM's Scheduler"
-    yield Finding("scheduler class", ok, detail)
-
-
-def _probe_signatures() -> Iterator[Finding]:
-    for module, owner, method, expected in _SIGNATURES:
-        place = f"{module}:{owner}.{method}"
-        if method in _NOT_IN_EVERY_VERSION and not hasattr(resolve(f"{module}:{owner}"), method):
-            continue
-        try:
-            found = tuple(
-                inspect.signature(getattr(resolve(f"{module}:{owner}"), method)).parameters
-            )
-        except (ImportError, AttributeError) as error:
-            yield Finding(place, False, str(error))
-            continue
-        ok = found[1 : 1 + len(expected)] == expected
-        detail = "overridden" if ok else f"takes {found[1:]}, not {expected}"
-        yield Finding(place, ok, detail)
-
-
-def _probe_classes() -> Iterator[Finding]:
-    place = "vllm.v1.core.kv_cache_utils:KVCacheBlock"
-    block = resolve(place)
-    strange = {f.name for f in fields(block)} - _BLOCK_FIELDS if is_dataclass(block) else {"?"}
-    yield Finding(
-        place, not strange, f"unknown fields {strange}" if strange else "two scalars more"
-    )
-
-    place = "vllm.v1.core.kv_cache_utils:FreeKVCacheBlockQueue"
-    queue = resolve(place)
-    names = {name for name in vars(queue) if not name.startswith("_")}
-    # An unknown method might walk over the boundaries between the zones.
-    ok = names == _QUEUE_NAMES
-    detail = "two boundaries more" if ok else f"methods differ: {sorted(names ^ _QUEUE_NAMES)}"
-    yield Finding(place, ok, detail)
-
-    place = "vllm.v1.core.kv_cache_coordinator:BlockPool"
-    same = resolve(place) is resolve("vllm.v1.core.block_pool:BlockPool")
-    yield Finding(place, same, "built as ours" if same else "is another class than block_pool's")
-
-    place = "vllm.v1.core.kv_cache_utils:make_block_hash_with_group_id"
-    ok = len(resolve(place)(b"h", 1)) == len(b"h") + 4
-    yield Finding(place, ok, "the form of a block hash" if ok else "a block hash has another form")
 
 
 def probe_environment() -> Report:

@@ -22,7 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.engine.conftest import Log
 from tests.engine.rig import make_scheduler
-from vllm_agent_hint import seams
+from vllm_agent_hint import probe, seams
 from vllm_agent_hint.engine.scheduler import AgentSchedulerMixin, agent_scheduler
 from vllm_agent_hint.engine.utility import agent_hint_rpc
 from vllm_agent_hint.kvcache.manager import KVCacheManagerMixin
@@ -211,7 +211,7 @@ def test_a_class_that_has_changed_leaves_the_engine_stock(
 
 @pytest.mark.parametrize(
     ("owner", "method"),
-    [s[1:3] for s in seams._SIGNATURES if s[2] not in seams._NOT_IN_EVERY_VERSION],
+    [s[1:3] for s in probe._SIGNATURES if s[2] not in probe._NOT_IN_EVERY_VERSION],
 )
 def test_a_method_that_was_renamed_leaves_the_engine_stock(
     owner: str, method: str, monkeypatch: pytest.MonkeyPatch, log: Log
@@ -225,12 +225,12 @@ def test_a_method_that_was_renamed_leaves_the_engine_stock(
 def test_a_method_that_only_a_metric_needs_may_be_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in seams._NOT_IN_EVERY_VERSION:
+    for name in probe._NOT_IN_EVERY_VERSION:
         monkeypatch.delattr(KVCacheManager, name)
     assert extended(Scheduler) is not Scheduler
 
 
-@pytest.mark.parametrize(("owner", "method"), [s[1:3] for s in seams._SIGNATURES if s[3]])
+@pytest.mark.parametrize(("owner", "method"), [s[1:3] for s in probe._SIGNATURES if s[3]])
 def test_a_method_that_takes_something_else_leaves_the_engine_stock(
     owner: str, method: str, monkeypatch: pytest.MonkeyPatch, log: Log
 ) -> None:
@@ -259,7 +259,7 @@ def test_a_fault_of_the_probe_itself_leaves_the_engine_stock(
 
 
 def test_every_method_that_is_overridden_has_been_looked_at() -> None:
-    looked_at = {(owner, method) for _, owner, method, _ in seams._SIGNATURES}
+    looked_at = {(owner, method) for _, owner, method, _ in probe._SIGNATURES}
     for ours, stock in (
         (AgentSchedulerMixin, Scheduler),
         (KVCacheManagerMixin, KVCacheManager),

@@ -301,9 +301,9 @@ FAULTS: Final = (
         "a shorter lease survives a longer one of less",
         breaks="protection never increases along a chain",
         invariant=7,
-        file="sessions/manager.py",
-        old="            while leases and leases[-1].deadline <= lease.deadline:\n",
-        new="            while leases and leases[-1].deadline == lease.deadline:\n",
+        file="sessions/leases.py",
+        old="        while leases and leases[-1].deadline <= lease.deadline:\n",
+        new="        while leases and leases[-1].deadline == lease.deadline:\n",
         tests=(SESSIONS,),
     ),
     Fault(

@@ -17,6 +17,7 @@ from vllm_agent_hint.sessions.evictions import EditRun, Eviction
 from vllm_agent_hint.sessions.heirs import Estate, Heirs
 from vllm_agent_hint.sessions.history import History
 from vllm_agent_hint.sessions.intent import Edit, Protection, SessionIntent, SessionKey
+from vllm_agent_hint.sessions.leases import end_leases_at, lay_leases
 from vllm_agent_hint.sessions.ledger import Ledger
 from vllm_agent_hint.sessions.lineage import (
     ChainDiff,
@@ -434,7 +435,7 @@ class SessionAwareManager:
             self.releases.finish_edit(lineage)
             estate = self._heirs.estate_of(lineage, now)
             lineage.latest_written = max(lineage.latest_written, lineage.deadline)
-            _end_leases_at(lineage, from_token)
+            end_leases_at(lineage, from_token)
             eviction.open()
             release = Release(
                 lineage,
@@ -650,7 +651,7 @@ class SessionAwareManager:
         clipping = self._capacity.make_room(lineage.session.tenant, newcomers)
         if protections is not None:
             lineage.end_leases()
-            lineage.leases = self._lay_leases(lineage, protections, now, clipping)
+            lineage.leases = lay_leases(lineage, protections, now, self._settings, clipping)
         lineage.interrupted_at = None
         for chain, fresh in zip(lineage.chains, newcomers, strict=True):
             self.ledger.add(chain, fresh, lineage.deadline)
@@ -664,33 +665,6 @@ class SessionAwareManager:
             for chain, new, layout in zip(lineage.chains, prefixes, self._layouts, strict=True)
             if not layout.is_checkpoint
         )
-
-    def _lay_leases(
-        self,
-        lineage: Lineage,
-        protections: Sequence[Protection],
-        now: float,
-        clipping: Clipping,
-    ) -> list[Lease]:
-        """Leases that begin now, rising in their end and falling in their deadline."""
-        leases: list[Lease] = []
-        for asked in sorted(
-            protections, key=lambda p: math.inf if p.end_token is None else p.end_token
-        ):
-            ttl = min(asked.ttl, self._settings.max_ttl)
-            if ttl < asked.ttl:
-                clipping.blocks["max_ttl"] += 1
-            lease = Lease(lineage, ttl, asked.end_token, now + ttl)
-            while leases and leases[-1].deadline <= lease.deadline:
-                leases.pop()
-            reaches_further = not leases or leases[-1].end_token != lease.end_token
-            if ttl > 0 and reaches_further and asked.end_token != 0:
-                leases.append(lease)
-        excess = len(leases) - self._settings.max_protections
-        if excess > 0:
-            clipping.blocks["max_protections"] += excess
-            del leases[-excess:]
-        return leases
 
     # -- expiry --------------------------------------------------------------------------------
 
@@ -766,17 +740,3 @@ class SessionAwareManager:
 
 def _do_nothing() -> None:
     """For a context that nobody asks about once it is gone."""
-
-
-def _end_leases_at(lineage: Lineage, end_token: int) -> None:
-    """Shorten the leases of a lineage to what is left of it."""
-    kept: list[Lease] = []
-    for lease in lineage.leases:
-        reaches = lease.end_token is None or lease.end_token > end_token
-        if reaches and (not end_token or (kept and kept[-1].end_token == end_token)):
-            lease.disarm()
-            continue
-        if reaches:
-            lease.end_token = end_token
-        kept.append(lease)
-    lineage.leases = kept
