@@ -113,13 +113,13 @@ def test_mooncake_request_goes_on_with_the_prompt_that_is_a_prefix_of_its_own(
 ) -> None:
     trace = read(
         tmp_path,
-        mooncake(0, 1030, [0, 1, 2]),
+        mooncake(1_000, 1030, [0, 1, 2]),
         mooncake(3_000, 1030, [0, 5, 6]),
         mooncake(6_000, 1600, [0, 1, 7, 8]),
     )
     assert [blocks(session) for session in trace.sessions] == [[[0, 1], [0, 1, 7]], [[0, 5]]]
-    assert [session.starts_at for session in trace.sessions] == [0.0, 3.0]
-    assert trace.sessions[0].requests[1].at == 6.0
+    assert [session.starts_at for session in trace.sessions] == [1.0, 3.0]
+    assert trace.sessions[0].requests[1].at == 5.0
     assert not any(session.is_named for session in trace.sessions)
 
 
