@@ -15,14 +15,16 @@ class _Place:
 
     Args:
         queue: With the others of its class.
+        leased: Whether it has a lease.
         since: Monotonic seconds at which it began to rest.
         tail: Its records, tail first; as far as they have been offered they are gone from it.
     """
 
-    __slots__ = ("queue", "since", "tail")
+    __slots__ = ("leased", "queue", "since", "tail")
 
-    def __init__(self, queue: "_Queue", since: float, tail: Iterator[Record]) -> None:
+    def __init__(self, queue: "_Queue", leased: bool, since: float, tail: Iterator[Record]) -> None:
         self.queue = queue
+        self.leased = leased
         self.since = since
         self.tail = tail
 
@@ -59,11 +61,12 @@ class Standing:
         ttl = max((lease.ttl for lease in session.leases), default=None)
         session.turn = replace(session.turn, ttl=ttl)
         turns = self._policy.class_of(session.turn)
-        queue = self._classes[ttl is not None].setdefault(turns, {})
+        leased = ttl is not None
+        queue = self._classes[leased].setdefault(turns, {})
         tail = chain.from_iterable(
             iter_tail_first(self._ledger.layouts, lineage.chains) for lineage in session.lineages
         )
-        self._places[session] = queue[session] = _Place(queue, session.rested_at, tail)
+        self._places[session] = queue[session] = _Place(queue, leased, session.rested_at, tail)
 
     def leave(self, session: Session) -> None:
         """A session goes on, or has nothing left to give; no-op if it does not stand. O(1)."""
@@ -98,7 +101,7 @@ class Standing:
         leased: bool,
         counts: Callable[[Session], bool] | None = None,
     ) -> Session | None:
-        """The session that is worth least.
+        """The session that is worth least; a leader that waits for its workers goes after them.
 
         O(classes with a session in them), and the sessions that don't count.
 
@@ -121,7 +124,14 @@ class Standing:
                 worth = (self._policy.worth(turns, max(0.0, now - since)), since)
                 if least is None or worth < least:
                     least, chosen = worth, session
-        return chosen
+        return chosen and self._last_of_family(chosen, leased=leased)
+
+    def _last_of_family(self, session: Session, *, leased: bool) -> Session:
+        for child in session.children:
+            place = self._places.get(child)
+            if place is not None and place.leased is leased:
+                return self._last_of_family(child, leased=leased)
+        return session
 
     def bring_to_front(self, now: float, num_blocks: int, *, leased: bool) -> int:
         """Bring the blocks that are worth least to the front of their zone.
