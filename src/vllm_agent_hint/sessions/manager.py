@@ -213,6 +213,19 @@ class SessionAwareManager:
         self._reschedule()
         return self._retention_of(live, lineage, clipping)
 
+    def turn_ended(
+        self, key: SessionKey, operation_id: str, ended: str, tools: Sequence[str], now: float
+    ) -> None:
+        """The front end has seen how a turn ended; it may come late, twice or never.
+
+        Args:
+            key: The session.
+            operation_id: Of the turn.
+            ended: See ``TurnFacts``.
+            tools: Names of the tools that the answer calls.
+            now: Monotonic seconds.
+        """
+
     def _lineage_for(
         self, live: LiveRequest, prefixes: Sequence[RecordedPrefix], *, succeeded: bool
     ) -> tuple[Lineage | None, bool]:
