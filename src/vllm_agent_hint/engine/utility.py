@@ -255,8 +255,7 @@ def _state(hooks: EngineHooks, call: Call, now: float) -> Content:
 
 def _facts(hooks: EngineHooks, call: Call, now: float) -> Content:
     """How a turn of a session ended. It may be another engine's, then this one knows none of it."""
-    if load_settings().auto:
-        hooks.turn_facts(call.key, call.operation_id, call.facts, now)
+    hooks.turn_facts(call.key, call.operation_id, call.facts, now)
     return {}
 
 

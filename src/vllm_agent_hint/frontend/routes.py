@@ -25,6 +25,7 @@ from vllm_agent_hint.frontend.engine_calls import (
     edit_call,
     merge_results,
 )
+from vllm_agent_hint.frontend.facts import say_whether_tools_are_found
 from vllm_agent_hint.frontend.fail_open import name_once
 from vllm_agent_hint.frontend.merging import merge_lists, merge_operations, merge_sessions
 from vllm_agent_hint.frontend.rest_errors import AgentHintRoute, RefusedError
@@ -84,6 +85,7 @@ def attach(
             app.include_router(router)
             app.include_router(capture_routes.router)
             hide_session_ids()
+            say_whether_tools_are_found(app.state.args)
     except Exception:
         name_once("attaching /v1/agent_hint failed; the routes are not there")
     return result
