@@ -6,7 +6,7 @@ digest is keyed with a secret that lives as long as the capture, in the server a
 
 import hashlib
 import json
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -92,7 +92,7 @@ class TrafficCapture:
         """Arrived and not ended, in the order of arrival."""
         self._waiting: deque[tuple[str, dict[str, Any]]] = deque()
         """Ended and not taken, each with its operation."""
-        self._by_operation: dict[str, dict[str, Any]] = {}
+        self._by_operation: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
         """Those of them of which the front end can still say how they ended."""
         self._num_blocks = 0
         """Digests in ``_waiting``."""
@@ -162,15 +162,13 @@ class TrafficCapture:
         }
         self._waiting.append((origin.operation_id, ended))
         if origin.operation_id:
-            self._by_operation[origin.operation_id] = ended
+            self._by_operation[origin.operation_id].append(ended)
 
     def turn_ended(self, operation_id: str, facts: TurnFacts) -> None:
-        """The front end has seen how a turn ended; no-op where it has been handed out."""
-        ended = self._by_operation.get(operation_id)
-        if ended is None:
-            return
-        ended["ended"] = None if facts.ended == "unknown" else facts.ended
-        ended["tool"] = self._name("tool", *facts.tools) if facts.tools else None
+        """The front end has seen how a turn ended; what has been handed out stays as it was."""
+        for ended in self._by_operation.get(operation_id, ()):
+            ended["ended"] = None if facts.ended == "unknown" else facts.ended
+            ended["tool"] = self._name("tool", *facts.tools) if facts.tools else None
 
     def take(self, now: float) -> dict[str, Any]:
         """The next part of what has ended, for the reader.

@@ -60,6 +60,8 @@ class TurnWatch:
         if getattr(reply, "error", None) is None:
             self._look(lambda: self._witness.see_whole(reply))
             self._tell(None)
+        elif _is_cancelled():
+            self.client_left()
         return reply
 
     async def _over_stream(self, stock: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
@@ -101,6 +103,12 @@ class TurnWatch:
             task.add_done_callback(_in_flight.discard)
         except Exception:
             name_once("telling the engines how a turn ended failed; they go on without")
+
+
+def _is_cancelled() -> bool:
+    """Whether the handler was cancelled, of which vLLM makes an error that nobody gets."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _deliver(engine_client: Any, call: dict[str, Any]) -> None:
