@@ -298,6 +298,20 @@ def test_a_turn_that_calls_a_tool_says_so(server: TestServer, path: str, stream:
     assert turn["tool"]
 
 
+@pytest.mark.parametrize(
+    ("offered", "ended"), [(True, "final_message"), (False, None)], ids=["offered", "not offered"]
+)
+def test_a_turn_that_ends_by_itself_is_a_final_message_where_tools_were_offered(
+    server: TestServer, offered: bool, ended: str | None
+) -> None:
+    """The model's own end is a token like this one; random weights hardly ever sample theirs."""
+    more: dict[str, Any] = {"tools": [tool(CHAT)], "tool_choice": "none"} if offered else {}
+    asked = {**body(CHAT, tokens=8), **more, "return_token_ids": True, "ignore_eos": False}
+    ids = server.post(CHAT, asked).json()["choices"][0]["token_ids"]
+    turn = one_turn(server, CHAT, tokens=8, stop_token_ids=ids[2:3], **more)
+    assert (turn["finish"], turn["ended"]) == ("stop", ended)
+
+
 def test_a_client_that_goes_in_mid_stream_has_disconnected(server: TestServer) -> None:
     def leave() -> None:
         asked = body(CHAT, tokens=3000, stream=True, agent_hint={"session_id": "left"})

@@ -215,9 +215,8 @@ class EngineHooks:
         A stop string is found by the front end, which then aborts the request here. It names such
         a request twice (see ``frontend.stops``); stock takes the ids as a set.
         """
-        for request_id, times in Counter(request_ids).items():
-            if times > 1:
-                self.request_complete(request_id)
+        for request_id in _named_twice(request_ids):
+            self.request_complete(request_id)
 
     def request_complete(self, request_id: str) -> None:
         """However the request ends now, it has come to a regular end."""
@@ -323,9 +322,8 @@ class EngineHooks:
     @_spares_the_engine
     def traffic_complete(self, capture: TrafficCapture, now: float, request_ids: list[str]) -> None:
         """See ``requests_complete``."""
-        for request_id, times in Counter(request_ids).items():
-            if times > 1:
-                capture.request_complete(request_id)
+        for request_id in _named_twice(request_ids):
+            capture.request_complete(request_id)
 
     @_spares_the_engine
     def traffic_ended(self, capture: TrafficCapture, now: float, request: Any) -> None:
@@ -441,6 +439,10 @@ class EngineHooks:
         pool = self.manager.block_pool
         pool.observer = None
         pool.drop_all_meta()
+
+
+def _named_twice(request_ids: list[str]) -> list[str]:
+    return [request_id for request_id, times in Counter(request_ids).items() if times > 1]
 
 
 def _has_succeeded(request: Any, tracked: TrackedRequest) -> bool:
