@@ -341,6 +341,7 @@ def test_a_stream_is_told_before_its_last_event_and_stays_the_same(
             passed.append(event)
             await settle()
             assert len(told) == (event == DONE)
+        await settle()
         assert passed == events
 
     asyncio.run(run())

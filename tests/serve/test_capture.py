@@ -196,6 +196,25 @@ def test_a_server_that_goes_away_leaves_what_was_taken(serve: Serve, tmp_path: P
     assert read_trace(out).num_requests == 1
 
 
+def test_engines_and_front_ends_that_share_the_load_make_one_trace(
+    serve: Serve, tmp_path: Path
+) -> None:
+    server = serve("qwen3-small", [*SMALL_BLOCKS, "--data-parallel-size", "2"], ON)
+    out = tmp_path / "trace.jsonl"
+    with recording(server, out) as running:
+        for number in range(4):
+            server.client.headers["x-data-parallel-rank"] = str(number % 2)
+            server.complete(tokens(100, seed=1), {"session_id": "spread"})
+            time.sleep(0.3)
+    assert "4 requests (4 hinted, 0 not) of 1 named sessions" in running.communicate()[0]
+    [session] = read_trace(out).sessions
+    times = [request.at for request in session.requests]
+    assert times == sorted(times)
+    assert times[-1] > 0.9
+    for request in session.requests:
+        assert list(request.blocks) == [0, 1, 2], "equal blocks have equal digests on each engine"
+
+
 # -- who may ---------------------------------------------------------------------------------------
 
 
