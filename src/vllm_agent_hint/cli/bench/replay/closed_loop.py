@@ -172,8 +172,7 @@ class ClosedLoop:
             assert self._model.transfer_rate is not None
             seconds += reloaded / self._model.transfer_rate
         self._known[request.blocks] = True
-        self._tally.reloaded.append(reloaded)
-        self._at(now + seconds, lambda then: self._first_token(turn, then))
+        self._at(now + seconds, lambda then: self._first_token(turn, reloaded, then))
 
     def _reloadable(self, arrival: Arrival, hit_tokens: int) -> int:
         """Tokens behind the hit that the host tier has; never the last one."""
@@ -185,11 +184,12 @@ class ClosedLoop:
         blocks = min(blocks, (request.prompt_tokens - 1) // self._block_size)
         return max(0, blocks * self._block_size - hit_tokens)
 
-    def _first_token(self, turn: _Turn, now: float) -> None:
+    def _first_token(self, turn: _Turn, reloaded: int, now: float) -> None:
         assert turn.running is not None
         request, tally = turn.arrival.request, self._tally
         tally.prompts.append(request.prompt_tokens)
         tally.hits.append(turn.running.hit_tokens)
+        tally.reloaded.append(reloaded)
         tally.ttfts.append(now - turn.came_at)
         tally.traffic.append(turn.arrival.session.traffic)
         self._is_computing = False
@@ -246,7 +246,7 @@ class ClosedLoop:
             for each in Traffic
             if (traffic == each).any()
         }
-        durations = self._durations
+        durations, reloaded = self._durations, sum(tally.reloaded)
         return figures | {
             "closed_loop": {
                 "prefill_rate": self._model.prefill_rate,
@@ -258,7 +258,8 @@ class ClosedLoop:
             "turns_per_hour": self.ended / self._model.hours,
             "session_mean": float(np.mean(durations)) if durations else None,
             "session_p99": float(np.percentile(durations, 99)) if durations else None,
-            "reloaded_tokens": sum(tally.reloaded),
+            "reloaded_tokens": reloaded,
+            "recomputed_tokens": figures["recomputed_tokens"] - reloaded,
             "refused": self.refused,
             "waiting_at_end": self.num_waiting,
             **self._cache.figures(),
