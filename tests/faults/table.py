@@ -194,8 +194,8 @@ FAULTS: Final = (
         breaks="an allocation succeeds exactly when stock's would",
         invariant=5,
         file="kvcache/queue.py",
-        old="in self._bounds[Zone.SESSION :]:",
-        new="in self._bounds[Zone.SESSION : Zone.TTL]:",
+        old="for zone in (Zone.SESSION, Zone.TTL):",
+        new="for zone in (Zone.SESSION,):",
         tests=(
             "engine/test_scheduler_retention.py::test_an_allocation_succeeds_when_everything_is_protected",
         ),
@@ -683,7 +683,7 @@ FAULTS: Final = (
         "nobody is clipped by the share",
         breaks="the protected share of the pool is a bound",
         file="sessions/capacity.py",
-        old="        self._fit_share(newcomers, clipping)\n",
+        old="        self._fit_share(newcomers, clipping, now)\n",
         new="",
         tests=(BOUNDED_SESSIONS,),
     ),
@@ -698,9 +698,9 @@ FAULTS: Final = (
     Fault(
         "a protected session gives way before an unprotected one",
         breaks="above the share, what has no lease gives way first",
-        file="sessions/agenda.py",
-        old="return self.unleased.soonest(counts) or self.leases.soonest(counts)",
-        new="return self.leases.soonest(counts) or self.unleased.soonest(counts)",
+        file="sessions/capacity.py",
+        old="        for leased in (False, True):\n",
+        new="        for leased in (True, False):\n",
         tests=("unit/test_sessions.py",),
     ),
     Fault(

@@ -22,8 +22,8 @@ from vllm_agent_hint.hints import (
     RetentionResult,
     parse_agent_hint,
 )
-from vllm_agent_hint.hookspecs import release_policy
-from vllm_agent_hint.kvcache.block import AgentKVCacheBlock
+from vllm_agent_hint.hookspecs import retention_policy
+from vllm_agent_hint.kvcache.block import AgentKVCacheBlock, Zone
 from vllm_agent_hint.kvcache.manager import KVCacheManagerMixin, TrackedRequest
 from vllm_agent_hint.kvcache.pool import AgentBlockPool
 from vllm_agent_hint.kvcache.queue import AgentFreeKVCacheBlockQueue
@@ -114,7 +114,7 @@ class EngineHooks:
             manager.group_layouts(),
             settings,
             time.monotonic(),
-            release_policy(settings),
+            retention_policy(settings),
         )
         manager.on_served = self.request_served
         manager.on_fault = self.drop_sessions
@@ -227,6 +227,8 @@ class EngineHooks:
             self.manager.recorded_prefixes(request),
             time.monotonic(),
             succeeded=_has_succeeded(request, tracked),
+            output_tokens=request.num_output_tokens,
+            operation_id="" if tracked.stamp is None else tracked.stamp.operation_id,
         )
 
     @_outlives_sam
@@ -321,6 +323,16 @@ class EngineHooks:
         """See ``PoolObserver``. The one other place where the clock is read."""
         assert self.sam is not None
         self.sam.release_due(time.monotonic(), num_blocks)
+
+    def blocks_wanted(self, zone: Zone, num_blocks: int) -> int:
+        """See ``PoolObserver``."""
+        if self.sam is not None:
+            try:
+                leased = zone is Zone.TTL
+                return self.sam.give_way(time.monotonic(), num_blocks, leased=leased)
+            except Exception:
+                self.drop_sessions("blocks_wanted")
+        return 0
 
     @_outlives_sam
     def pool_reset(self) -> None:

@@ -17,7 +17,8 @@ from vllm_agent_hint.cli.bench.replay.arms import Arm, key_of
 from vllm_agent_hint.cli.bench.replay.segments import slots_of
 from vllm_agent_hint.cli.bench.replay.slru import lay_under
 from vllm_agent_hint.cli.bench.replay.workload import Arrival, Workload
-from vllm_agent_hint.hookspecs import release_policy
+from vllm_agent_hint.hookspecs import retention_policy
+from vllm_agent_hint.kvcache.block import Zone
 from vllm_agent_hint.kvcache.manager import TrackedRequest, agent_kv_cache_manager
 from vllm_agent_hint.sessions.intent import SessionKey
 from vllm_agent_hint.sessions.manager import SessionAwareManager
@@ -169,7 +170,7 @@ class HintedCache(StockCache):
 
     def __init__(self, workload: Workload, hashes: ChainHashes, capacity: int, arm: Arm) -> None:
         super().__init__(workload, hashes, capacity)
-        settings = load_settings()
+        settings = load_settings().model_copy(update={"give_way": arm.give_way})
         self._now = CLOCK_STARTS_AT
         self._arm = arm
         self._ends: list[tuple[float, SessionKey]] = []
@@ -180,7 +181,7 @@ class HintedCache(StockCache):
             self.manager.group_layouts(),
             settings,
             self._now,
-            release_policy(settings),
+            retention_policy(settings),
         )
         self.manager.on_served = self._served
         self.manager.block_pool.observer = self
@@ -215,16 +216,22 @@ class HintedCache(StockCache):
 
     def end(self, running: Running, now: float) -> None:
         """See ``StockCache``."""
-        request = running.request
+        arrival, request = running.arrival, running.request
         tracked = self.manager.tracked.get(request.request_id)
         if tracked is not None:
             self.sam.request_finished(
-                tracked.live, self.manager.recorded_prefixes(request), self._now, succeeded=True
+                tracked.live,
+                self.manager.recorded_prefixes(request),
+                self._now,
+                succeeded=True,
+                output_tokens=arrival.request.output_tokens,
             )
         super().end(running, now)
         self.manager.tracked.pop(request.request_id, None)
         self._count()
-        arrival = running.arrival
+        facts = None if tracked is None else self._arm.facts(arrival)
+        if facts is not None:
+            self.sam.turn_ended(key_of(arrival), "", facts.ended, facts.tools, self._now)
         if tracked is not None and arrival.is_last and self._arm.end_delay is not None:
             heapq.heappush(self._ends, (self._now + self._arm.end_delay, key_of(arrival)))
 
@@ -249,6 +256,10 @@ class HintedCache(StockCache):
     def pool_short(self, num_blocks: int) -> None:
         """See ``PoolObserver``."""
         self.sam.release_due(self._now, num_blocks)
+
+    def blocks_wanted(self, zone: Zone, num_blocks: int) -> int:
+        """See ``PoolObserver``."""
+        return self.sam.give_way(self._now, num_blocks, leased=zone is Zone.TTL)
 
     def pool_reset(self) -> None:
         """See ``PoolObserver``."""
