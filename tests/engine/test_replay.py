@@ -204,8 +204,19 @@ def test_session_min_doesnt_know_that_a_session_begins() -> None:
         users=1,
         seed=1,
     )
-    assert hits("min", workload, 5) == [0, 0, 0, 2 * BLOCK, 2 * BLOCK * 0]
+    assert hits("min", workload, 5) == [0, 0, 0, 2 * BLOCK, 0]
     assert hits("session-min", workload, 5) == [0, 0, 0, 0, 2 * BLOCK]
+
+
+def test_the_optimum_has_no_use_for_a_last_block_that_is_computed_again_anyway() -> None:
+    traces = Traces()
+    sent = [([1], 0), ([2], 1), ([3], 1), ([1], 0), ([2], 1)]
+    sessions = [
+        session(f"s{k}", 1.0 * k, traces.request(0, prompt, beyond=beyond))
+        for k, (prompt, beyond) in enumerate(sent)
+    ]
+    workload = compose([traces.trace(*sessions)], users=1, seed=1)
+    assert hits("min", workload, 3) == [0, 0, 0, 0, BLOCK]
 
 
 def test_segmented_lru_keeps_what_was_hit_before_what_came_once() -> None:
