@@ -423,6 +423,21 @@ def test_block_sizes_are_brought_to_one() -> None:
         compose([first, second], users=1, seed=1, block_size=24)
 
 
+def test_what_fits_into_no_cache_counts_as_missed_and_harms_nobody(
+    trace_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "r.json"
+    # Of each session the fourth turn needs five blocks.
+    policies = "stock,slru,hints,session-min,min"
+    done = replay(
+        *("--trace", str(trace_file), "--cache-tokens", "64", "--json", str(out)),
+        *("--policy", policies),
+    )
+    assert done.exit_code == 0, done.output
+    for run in json.loads(out.read_text())["runs"]:
+        assert (run["too_large"], run["requests"]) == (6, 24)
+
+
 def test_ids_far_apart_take_no_room() -> None:
     traces = Traces()
     far = replace(traces.request(0, [1, 2]), blocks=np.array([5, 10**12]))
@@ -496,6 +511,44 @@ def test_what_was_computed_before_comes_back_from_the_host_tier() -> None:
     assert fast["classes"]["agents"]["ttft_mean"] == pytest.approx((33 + 1 + 2) / 2000)
 
 
+@pytest.mark.parametrize(
+    ("again", "beyond", "reloaded"),
+    [([1, 2], 1, 2), ([1, 2, 3], 1, 2), ([1, 2], 0, 1), ([1, 9], 1, 1), ([9, 2], 1, 0)],
+)
+def test_the_host_tier_gives_the_known_prefix_and_never_the_last_token(
+    again: Prompt, beyond: int, reloaded: int
+) -> None:
+    traces = Traces()
+    sessions = [
+        session("a", 0.0, traces.request(0, [1, 2])),
+        session("flood", 5.0, traces.request(0, [7, 7, 7, 7])),
+        session("b", 10.0, traces.request(0, again, beyond=beyond)),
+    ]
+    workload = compose([traces.trace(*sessions)], users=1, seed=1)
+    figures = closed(workload, 5, TimeModel(1000.0, 1000.0, 1.0, 5000.0)).run()
+    assert figures["reloaded_tokens"] == reloaded * BLOCK
+
+
+def test_a_users_next_session_begins_when_the_whole_family_before_is_over() -> None:
+    traces = Traces()
+    trace = traces.trace(
+        session("boss", None, traces.request(0, [1])),
+        session("kid", None, traces.request(0, [2], out=500), parent="boss", after_parent=3.0),
+        session("next", None, traces.request(0, [3])),
+    )
+    # Either family may be the first; 17 tokens take 1 s, and those that are generated 0.1 s each.
+    model = TimeModel(prefill_rate=17.0, decode_rate=10.0, hours=1.0)
+    workload = compose([trace], users=1, seed=1, stagger=0.0)
+    loop = closed(workload, 50, model)
+    assert loop.run()["sessions_done"] == 3
+    began = {workload.sessions[number].name: at for number, at in loop.began.items()}
+    assert began["kid"] == pytest.approx(began["boss"] + 1.0 + 0.1 + 3.0)
+    if began["boss"] == 0.0:
+        assert began["next"] == pytest.approx(began["kid"] + 1.0 + 50.0)
+    else:
+        assert began["boss"] == pytest.approx(1.0 + 0.1)
+
+
 def test_who_finds_no_room_waits_for_those_who_came_first() -> None:
     traces = Traces()
     sessions = [
@@ -554,6 +607,7 @@ def test_the_command_writes_one_run_per_seed_size_and_policy(
     )
     for run in runs:
         assert run["traces"] == ["trace.jsonl"]
+        assert run["too_large"] == 0
         assert run["hit_tokens"] + run["recomputed_tokens"] == run["prompt_tokens"]
         assert run["hit_share"] == run["hit_tokens"] / run["prompt_tokens"]
         assert set(run["classes"]) == {"agents", "one_shot"}

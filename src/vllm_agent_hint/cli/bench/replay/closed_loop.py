@@ -89,9 +89,11 @@ class ClosedLoop:
         self._block_size = workload.block_size
         self._known = np.zeros(workload.num_ids, dtype=bool)
         """Chain ids that were ever computed."""
-        self._began: dict[int, float] = {}
+        self.began: dict[int, float] = {}
+        """By number of a session: when its first request came."""
         self._durations: list[float] = []
         self.arrived = self.ended = self.refused = self.in_flight = 0
+        """Turns so far; refused are those that would not fit into an empty cache."""
         self._children: dict[tuple[str, int], list[tuple[float, PlayedSession]]] = defaultdict(list)
         """By name and turn of the parent: how long after that turn's end a child starts."""
         self._queues: dict[int, deque[PlayedSession]] = defaultdict(deque)
@@ -143,7 +145,7 @@ class ClosedLoop:
         return lambda now: self._arrive(session, 0, now)
 
     def _arrive(self, session: PlayedSession, turn: int, now: float) -> None:
-        self._began.setdefault(session.number, now)
+        self.began.setdefault(session.number, now)
         self.arrived += 1
         arrival = Arrival(now, session, turn)
         if not self._cache.can_ever_hold(arrival):
@@ -218,7 +220,7 @@ class ClosedLoop:
             turn = arrival.turn + 1
             self._at(now + max(0.0, think), lambda then: self._arrive(session, turn, then))
             return
-        self._durations.append(now - self._began[session.number])
+        self._durations.append(now - self.began[session.number])
         root = self._root.get(session.name)
         if root is None or root.user is None:
             return

@@ -8,17 +8,19 @@ from rich import box
 from rich.table import Table
 
 from vllm_agent_hint.cli.bench.replay.driver import Replayed
+from vllm_agent_hint.cli.bench.replay.segments import slots_of
 from vllm_agent_hint.cli.bench.replay.workload import Traffic, Workload
 
 Cell = Callable[[Mapping[str, Any]], Any]
 """What a run shows in a column; None for nothing."""
 
 
-def figures_of(workload: Workload, replayed: Replayed) -> dict[str, Any]:
+def figures_of(workload: Workload, capacity: int, replayed: Replayed) -> dict[str, Any]:
     """What a policy has served.
 
     Args:
         workload: Of what.
+        capacity: Blocks of the cache.
         replayed: Hits of each arrival.
     """
     traffic = np.array([arrival.session.traffic for arrival in workload.arrivals])
@@ -30,6 +32,9 @@ def figures_of(workload: Workload, replayed: Replayed) -> dict[str, Any]:
         for each in Traffic
         if (traffic == each).any()
     }
+    requests = (arrival.request for arrival in workload.arrivals)
+    slots = (slots_of(r.prompt_tokens, r.output_tokens, workload.block_size) for r in requests)
+    figures["too_large"] = sum(1 for wanted in slots if wanted > capacity)
     if len(replayed.boundary_ns):
         figures["boundary_us"] = percentiles_us(replayed.boundary_ns)
     return figures | replayed.figures
