@@ -59,6 +59,16 @@ class Settings(BaseSettings):
         description="1 keeps every account (sessions, leases, zones, metrics) and changes no "
         "order: blocks are reused exactly as without hints.",
     )
+    auto: bool = Field(
+        default=False,
+        description="1 learns from what the server itself sees of a session's turns: how an answer "
+        "ended, and which tool it called. A hint always wins.",
+    )
+    capture: bool = Field(
+        default=False,
+        description="1 lets whoever may call this server's API record its traffic with "
+        "`vllm-agent-hint capture`: hashes and times of all tenants' requests, never text.",
+    )
     max_sessions: int = Field(
         default=10_000,
         ge=1,
