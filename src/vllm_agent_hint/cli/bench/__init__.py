@@ -50,7 +50,8 @@ def replay(
         str,
         typer.Option(
             help="Policies, separated by commas: stock, slru, hints, hints@SECONDS (told the end "
-            "of a session so late), hints@never, auto, session-min, min."
+            "of a session so late), hints@never, auto, identity, session-min, min. :lru, :deadline "
+            "or :reuse behind a hinted one names who gives way first."
         ),
     ] = "stock,hints,auto,min",
     users: Annotated[
