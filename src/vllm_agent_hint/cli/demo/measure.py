@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Final, Self
 
+from vllm_agent_hint.cli.demo.client import RequestRecord, Traffic
 from vllm_agent_hint.cli.demo.columns import Column
-from vllm_agent_hint.cli.demo.load import RequestRecord, Traffic
 from vllm_agent_hint.cli.demo.metrics import Metrics, Sample
 
 HINT_METRICS: Final = "vllm:agent_hint_"
