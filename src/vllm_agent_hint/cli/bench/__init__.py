@@ -3,6 +3,7 @@
 One command per file; each registers itself on ``app`` with one line here.
 """
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -34,3 +35,45 @@ def overhead(
     from vllm_agent_hint.cli.bench.overhead import run_overhead
 
     run_overhead(json_file, Console(), quick=quick, only=only or ())
+
+
+@app.command("serve")
+def serve_command(
+    load: Annotated[
+        list[str] | None,
+        typer.Option(help="Play this load only; may be repeated. Default: mixed and rfc."),
+    ] = None,
+    arm: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Play this arm; may be repeated. NAME=ARM,FLAG=VALUE makes one with other flags. "
+            "Default: stock, hints, hints-evict, ceiling."
+        ),
+    ] = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="Pairs per figure.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of every prompt, gap and arrival.")] = 52113,
+    json_file: Annotated[
+        Path, typer.Option("--json", help="The report; a plot per load is written beside it.")
+    ] = Path("out/serve.json"),
+    out: Annotated[Path, typer.Option(help="Folder for the model and the servers' logs.")] = Path(
+        "out"
+    ),
+) -> None:
+    """What hints win and lose on real servers: each arm its own, the same loads, in pairs."""
+    try:
+        from vllm_agent_hint.cli.bench.serve.arms import DEFAULT_ARMS, ArmError
+        from vllm_agent_hint.cli.bench.serve.command import Wishes, run_serve
+        from vllm_agent_hint.cli.demo.client import LoadError
+        from vllm_agent_hint.cli.demo.server import ServerError
+    except ModuleNotFoundError as missing:
+        sys.exit(f"{missing.name} is missing. Cure: pip install 'vllm-agent-hint[bench]'")
+
+    wishes = Wishes(
+        load or ("mixed", "rfc"), arm or DEFAULT_ARMS, repetitions, seed, json_file, out
+    )
+    try:
+        run_serve(wishes, Console())
+    except ArmError as error:
+        raise typer.BadParameter(str(error)) from error
+    except (ServerError, LoadError) as error:
+        sys.exit(f"the bench could not run: {error}")
