@@ -103,18 +103,20 @@ ARMS: Final = {
 }
 """``hints`` is ``hints-evict`` without evict. The release of superseded tails has no flag."""
 
-DEFAULT_ARMS: Final = (STOCK, "hints", "hints-evict", CEILING)
+SPOKEN_ARMS: Final = ("hints", "hints-evict")
+"""Those that differ by what is said alone."""
+DEFAULT_ARMS: Final = (STOCK, *SPOKEN_ARMS, CEILING)
 
 
-class ArmError(ValueError):
-    """An arm that was asked for does not exist or can't be played."""
+class WishError(ValueError):
+    """What was asked for on the command line does not exist or can't be played."""
 
 
 def parse_arm(text: str) -> Arm:
     """A name, or ``NAME=ARM,ENV=VALUE,...``: an arm with other flags, under a name of its own.
 
     Raises:
-        ArmError: With the cure.
+        WishError: With the cure.
     """
     name, separator, rest = text.partition("=")
     if not separator:
@@ -124,7 +126,7 @@ def parse_arm(text: str) -> Arm:
     for setting in settings:
         flag, equals, value = setting.partition("=")
         if not equals:
-            raise ArmError(f"--arm {text}: after the arm come FLAG=VALUE, separated by commas")
+            raise WishError(f"--arm {text}: after the arm come FLAG=VALUE, separated by commas")
         flags[flag] = value
     arm = _known(base)
     said = ", ".join(f"{flag}={value}" for flag, value in flags.items()) or "no other flags"
@@ -140,4 +142,4 @@ def _known(name: str) -> Arm:
     try:
         return ARMS[name]
     except KeyError:
-        raise ArmError(f"--arm {name}: there are {', '.join(ARMS)}") from None
+        raise WishError(f"--arm {name}: there are {', '.join(ARMS)}") from None

@@ -1,33 +1,46 @@
 """From the command line's words to a run."""
 
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 from rich.console import Console
 
-from vllm_agent_hint.cli.bench.serve.arms import STOCK, Arm, ArmError, parse_arm
+from vllm_agent_hint.cli.bench.serve.arms import (
+    DEFAULT_ARMS,
+    SPOKEN_ARMS,
+    STOCK,
+    UNHINTED,
+    Arm,
+    WishError,
+    parse_arm,
+)
 from vllm_agent_hint.cli.bench.serve.loads.mixed import mixed_script
 from vllm_agent_hint.cli.bench.serve.loads.rfc import rfc_script
+from vllm_agent_hint.cli.bench.serve.loads.traced import TracedLoads, TraceTooSmallError
+from vllm_agent_hint.cli.bench.serve.local import Stand, local_stages
 from vllm_agent_hint.cli.bench.serve.report import ServeRun
 from vllm_agent_hint.cli.bench.serve.run import (
-    Stand,
     WriteScript,
     command_line,
-    local_stages,
     run_load,
     show,
     write,
 )
 from vllm_agent_hint.cli.bench.serve.scale import Scale
+from vllm_agent_hint.cli.bench.serve.script import Script
+from vllm_agent_hint.cli.bench.serve.standing import StandingServers, Urls
 from vllm_agent_hint.cli.demo.model import ensure_model
 from vllm_agent_hint.cli.demo.run import describe_machine, end_in_order
 from vllm_agent_hint.cli.demo.server import server_environment
 from vllm_agent_hint.cli.demo.settings import DemoSettings
+from vllm_agent_hint.traces.model import TraceError
+from vllm_agent_hint.traces.reading import read_trace
 
 LOADS: Final[Mapping[str, WriteScript]] = {"mixed": mixed_script, "rfc": rfc_script}
+TRACED: Final = ("fleet", "long-tail")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +48,19 @@ class Wishes:
     """What was asked for on the command line.
 
     Args:
-        loads: Names; several run one after the other.
-        arms: As ``parse_arm`` reads them; the first is what the others are compared with.
+        loads: Names; several run one after the other. None: all that can be played.
+        trace: Of the fleet.
+        arms: As ``parse_arm`` reads them. None: a choice. Compared with stock, else with unhinted,
+            else with the first.
+        urls: Servers that stand already; None: the bench starts its own.
         json_file: The report.
         folder: For models and logs.
     """
 
     loads: Sequence[str]
+    trace: Path | None
     arms: Sequence[str]
+    urls: Urls | None
     repetitions: int
     seed: int
     json_file: Path
@@ -52,37 +70,34 @@ class Wishes:
 def run_serve(wishes: Wishes, console: Console) -> ServeRun:
     """
     Raises:
-        ArmError: An arm or a load does not exist.
+        WishError: An arm or a load does not exist.
         ServerError: A server did not start.
         LoadError: A request failed.
     """
     signal.signal(signal.SIGTERM, end_in_order)
-    arms = _reference_first([parse_arm(text) for text in wishes.arms])
-    unknown = [load for load in wishes.loads if load not in LOADS]
-    if unknown:
-        raise ArmError(f"--load {unknown[0]}: there are {', '.join(LOADS)}")
+    arms = _reference_first([parse_arm(text) for text in wishes.arms or default_arms(wishes)])
+    loads = _loads(wishes)
     machine = describe_machine()
-    settings = DemoSettings.for_gpu() if machine.gpu else DemoSettings.for_cpu()
-    scale = Scale.for_gpu() if machine.gpu else Scale.for_cpu()
-    with console.status(f"making the model {settings.model} (random weights)"):
-        model = ensure_model(settings.model, wishes.folder / "models")
-    stand = Stand(
-        model,
-        wishes.folder / "serve",
-        server_environment(wishes.folder / "vllm-cache", machine.gpu),
-        settings.dtype,
-        settings.block_size,
-        is_async=machine.gpu,
-    )
+    if wishes.urls is None:
+        gpu = machine.gpu
+        scale = Scale.for_gpu() if gpu else Scale.for_cpu()
+        stand = _stand(wishes.folder, gpu, console)
+        notes: list[str] = []
+    else:
+        with console.status("looking at the servers"):
+            servers = StandingServers(wishes.urls)
+        scale, notes = servers.scale(), servers.notes()
+        servers.check(arms)
     results = []
-    for load in wishes.loads:
+    for load, write_script in loads.items():
         result = run_load(
             load,
-            lambda repetition, load=load: LOADS[load](scale, f"{wishes.seed}/{repetition}"),  # type: ignore[misc]
+            scripts(write_script, scale, wishes.seed),
             arms,
-            local_stages(stand),
+            local_stages(stand, load) if wishes.urls is None else servers.open_stage,
             wishes.repetitions,
             console,
+            notes,
         )
         show(result, console)
         results.append(result)
@@ -91,9 +106,52 @@ def run_serve(wishes: Wishes, console: Console) -> ServeRun:
     return run
 
 
+def default_arms(wishes: Wishes) -> Sequence[str]:
+    """On standing servers, those that differ by what is said alone."""
+    if wishes.urls is None:
+        return DEFAULT_ARMS
+    return (STOCK if wishes.urls.stock else UNHINTED, *SPOKEN_ARMS)
+
+
+def _stand(folder: Path, gpu: bool, console: Console) -> Stand:
+    settings = DemoSettings.for_gpu() if gpu else DemoSettings.for_cpu()
+    with console.status(f"making the model {settings.model} (random weights)"):
+        model = ensure_model(settings.model, folder / "models")
+    return Stand(
+        model,
+        folder / "serve",
+        server_environment(folder / "vllm-cache", gpu),
+        settings.dtype,
+        settings.block_size,
+        is_async=gpu,
+    )
+
+
+def scripts(write_script: WriteScript, scale: Scale, seed: int) -> Callable[[int], Script]:
+    """The script of each repetition, whoever it is played to."""
+    return lambda repetition: write_script(scale, f"{seed}/{repetition}")
+
+
+def _loads(wishes: Wishes) -> dict[str, WriteScript]:
+    known = dict(LOADS)
+    if wishes.trace is not None:
+        try:
+            traced = TracedLoads(read_trace(wishes.trace))
+        except (TraceError, TraceTooSmallError) as error:
+            raise WishError(f"--trace: {error}") from None
+        known |= {"fleet": traced.fleet, "long-tail": traced.long_tail}
+    for load in wishes.loads:
+        if load not in known and load in TRACED:
+            raise WishError(f"--load {load}: is replayed from a trace; give one with --trace FILE")
+        if load not in known:
+            raise WishError(f"--load {load}: there are {', '.join((*LOADS, *TRACED))}")
+    return {load: known[load] for load in wishes.loads or known}
+
+
 def _reference_first(arms: Sequence[Arm]) -> list[Arm]:
     names = [arm.name for arm in arms]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
-        raise ArmError(f"--arm: {', '.join(sorted(twice))} is there twice")
-    return sorted(arms, key=lambda arm: arm.name != STOCK)
+        raise WishError(f"--arm: {', '.join(sorted(twice))} is there twice")
+    reference = next((name for name in (STOCK, UNHINTED) if name in names), names[0])
+    return sorted(arms, key=lambda arm: arm.name != reference)

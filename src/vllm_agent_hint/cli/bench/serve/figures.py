@@ -65,7 +65,7 @@ _TRAFFIC: Final = (
 )
 _SERVER: Final = (
     Figure("all.tpot_mean", "TPOT mean, ms", Good.LOW, _milliseconds),
-    Figure("all.queue_mean", "queue time mean, ms", Good.LOW, _milliseconds),
+    Figure("all.queue_mean", "queue time mean, ms", Good.LOW, lambda v: f"{v * 1e3:,.2f}"),
     Figure("all.prefill_seconds", "time in prefill, s", Good.LOW, lambda v: f"{v:.2f}"),
     Figure("all.tokens_per_second", "throughput, tokens/s", Good.HIGH, _count),
     Figure("all.requests_per_second", "throughput, requests/s", Good.HIGH, lambda v: f"{v:.2f}"),

@@ -14,14 +14,13 @@ from typing import Final
 METHOD: Final = "Student's t over the repetitions' paired log ratios (shares: differences), 95 %"
 NORMAL: Final = 1.959964
 
-_T: Final = tuple(
-    float(quantile)
-    for quantile in (
-        "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 "
-        "2.201 2.179 2.160 2.145 2.131 2.120 2.110 2.101 2.093 2.086 "
-        "2.080 2.074 2.069 2.064 2.060 2.056 2.052 2.048 2.045 2.042"
-    ).split()
+# fmt: off
+_T: Final = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )
+# fmt: on
 
 
 @dataclass(frozen=True, slots=True)

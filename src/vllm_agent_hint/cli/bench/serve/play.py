@@ -11,7 +11,7 @@ from urllib.parse import quote
 import httpx
 
 from vllm_agent_hint.cli.bench.serve.arms import TtlSaid, Voice
-from vllm_agent_hint.cli.bench.serve.script import Actor, Script, Turn, Vocabulary
+from vllm_agent_hint.cli.bench.serve.script import Actor, Script, Text, Turn, Vocabulary
 from vllm_agent_hint.cli.demo.client import (
     LoadError,
     Question,
@@ -78,9 +78,10 @@ class Player:
         self._records: list[RequestRecord] = []
         self._peak_usage = 0.0
         self._began = 0.0
+        text = Text(target.vocabulary)
         # Text is made before the clock starts: a core that makes it is taken from the server.
         self._texts = {
-            (actor.name, number): list(target.vocabulary.text_of_all(turn.pieces))
+            (actor.name, number): list(text.of_all(turn.pieces))
             for actor in script.actors
             for number, turn in enumerate(actor.turns)
         }
@@ -138,6 +139,10 @@ class Player:
         if actor.traffic is Traffic.AGENTS and self._voice.evicts:
             await evict(client, self._session_id(actor))
 
+    @property
+    def session_ids(self) -> list[str]:
+        return [self._session_id(actor) for actor in self._script.of(Traffic.AGENTS)]
+
     def _session_id(self, actor: Actor) -> str:
         return f"{self._prefix}/{actor.name}"
 
@@ -168,12 +173,15 @@ def usage_in(metrics_text: str) -> float:
     return max(values, default=0.0)
 
 
+def session_path(session_id: str) -> str:
+    return f"/v1/agent_hint/sessions/{quote(session_id, safe='')}"
+
+
 async def evict(client: httpx.AsyncClient, session_id: str) -> None:
     """
     Raises:
         LoadError: The server refused it.
     """
-    path = f"/v1/agent_hint/sessions/{quote(session_id, safe='')}"
-    response = await client.post(path, json={"edits": [{"type": "evict"}]})
+    response = await client.post(session_path(session_id), json={"edits": [{"type": "evict"}]})
     if response.status_code != httpx.codes.OK:
         raise LoadError(f"evict: HTTP {response.status_code}: {response.text[:500]}")

@@ -30,8 +30,3 @@ class Scale:
     def for_gpu(cls) -> Self:
         """The demo's GPU model."""
         return cls(longest_prompt=RFC_LONGEST_PROMPT, prefill_rate=50_000.0)
-
-    @property
-    def of_rfc(self) -> float:
-        """Lengths by those of the RFC's test."""
-        return self.longest_prompt / RFC_LONGEST_PROMPT

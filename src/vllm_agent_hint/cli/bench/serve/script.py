@@ -1,8 +1,9 @@
 """What is played to every arm of a repetition: plain data, so that it can be compared."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Self
 
 from vllm_agent_hint.cli.demo.client import Traffic
 
@@ -111,6 +112,26 @@ class Script:
 
 
 @dataclass(frozen=True, slots=True)
+class Extent:
+    """What a server needs to be able to hold for all repetitions of a load.
+
+    Args:
+        cache_tokens: That puts the load under pressure.
+        longest_request: Prompt and answer, in tokens.
+        total_tokens: Of the largest repetition.
+    """
+
+    cache_tokens: int
+    longest_request: int
+    total_tokens: int
+
+    @classmethod
+    def of(cls, scripts: Iterable[Script]) -> Self:
+        sizes = [(s.cache_tokens, s.longest_request, s.total_tokens) for s in scripts]
+        return cls(*(max(column) for column in zip(*sizes, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
 class Vocabulary:
     """Token ids of which random text is made, both ends included."""
 
@@ -121,6 +142,17 @@ class Vocabulary:
         dice = random.Random(piece.name)
         return dice.choices(range(self.first, self.last + 1), k=piece.tokens)
 
-    def text_of_all(self, pieces: tuple[Piece, ...]) -> Iterator[int]:
+
+class Text:
+    """Tokens of pieces; each is made once, since prompts repeat most of theirs."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._known: dict[Piece, list[int]] = {}
+
+    def of_all(self, pieces: Iterable[Piece]) -> Iterator[int]:
         for piece in pieces:
-            yield from self.text_of(piece)
+            text = self._known.get(piece)
+            if text is None:
+                text = self._known[piece] = self._vocabulary.text_of(piece)
+            yield from text

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from vllm_agent_hint.cli.bench.serve.arms import CEILING, STOCK
+from vllm_agent_hint.cli.bench.serve.arms import CEILING, SPOKEN_ARMS, STOCK, UNHINTED
 from vllm_agent_hint.cli.bench.serve.figures import FIGURES, SCOPE_TITLES, Figure
 from vllm_agent_hint.cli.bench.serve.interval import Interval
 from vllm_agent_hint.cli.bench.serve.result import LoadResult
 
-HELD: Final = ("hints", "hints-evict")
 TTFT_BOUND: Final = {"mixed": 0.45, "rfc": 0.75}
 CEILING_BOUND: Final = 1.10
 NOISE_BOUND: Final = 1.03
@@ -48,9 +47,9 @@ class Finding:
 def judge(result: LoadResult) -> list[Finding]:
     """Every finding that the arms at hand allow."""
     findings = [_plugin_where_it_belongs(result)]
-    if result.reference != STOCK:
+    if result.reference not in (STOCK, UNHINTED):
         return findings
-    for arm in HELD:
+    for arm in SPOKEN_ARMS:
         if result.arm(arm) is None:
             continue
         bound = TTFT_BOUND.get(result.load)
@@ -80,17 +79,20 @@ def _plugin_where_it_belongs(result: LoadResult) -> Finding:
 
 
 def _ttft_won(result: LoadResult, arm: str, bound: float) -> list[Finding]:
-    by_stock = result.compare(_AGENTS_TTFT, arm)
-    if by_stock is None:
+    by_reference = result.compare(_AGENTS_TTFT, arm)
+    if by_reference is None:
         return []
-    met = by_stock.value <= bound
-    text = f"agents' mean TTFT, {arm} / stock: {in_words(by_stock)}, at most {bound:g}"
+    met = by_reference.value <= bound
+    text = (
+        f"agents' mean TTFT, {arm} / {result.reference}: {in_words(by_reference)}, "
+        f"at most {bound:g}"
+    )
     by_ceiling = result.compare(_AGENTS_TTFT, arm, CEILING) if result.load == "mixed" else None
     if by_ceiling is not None:
         met = met or by_ceiling.value <= CEILING_BOUND
         text += f"; or / ceiling: {in_words(by_ceiling)}, at most {CEILING_BOUND:g}"
     key = f"{result.load}.{arm}.{_AGENTS_TTFT.key}"
-    return [Finding(key, text, Outcome.MET if met else Outcome.NOT_MET, by_stock)]
+    return [Finding(key, text, Outcome.MET if met else Outcome.NOT_MET, by_reference)]
 
 
 def _does_not_grow(result: LoadResult, arm: str, figure: Figure) -> Finding | None:
@@ -106,8 +108,8 @@ def _does_not_grow(result: LoadResult, arm: str, figure: Figure) -> Finding | No
         outcome = Outcome.MET
     name = figure.title.partition(",")[0]
     text = (
-        f"{name} of {SCOPE_TITLES[figure.scope]}, {arm} / stock: {in_words(interval)}, must not "
-        f"lie above {NOISE_BOUND:g} (measured from {FEWEST_REPETITIONS} repetitions and an "
+        f"{name} of {SCOPE_TITLES[figure.scope]}, {arm} / {result.reference}: "
+        f"{in_words(interval)}, must not lie above {NOISE_BOUND:g} (measured from {FEWEST_REPETITIONS} repetitions and an "
         f"interval within +-{WIDEST:.0%} on)"
     )
     return Finding(f"{result.load}.{arm}.{figure.key}", text, outcome, interval)

@@ -16,9 +16,9 @@ FIRST_PART: Final = 0.8
 """Of the longest prompt, an agent's first: a large task that then grows slowly."""
 REPLY_TOKENS: Final = 24
 ONE_SHOT_PART: Final = 1 / 3
-FLUSH: Final = 1.7
+FLUSH: Final = 1.6
 """One-shot tokens that pass in a pause, by the room that the agents leave."""
-BUSY: Final = 0.4
+BUSY: Final = 0.5
 """Part of the time that one-shot prefill takes: arms differ by what they compute, not by how
 they queue."""
 TTL_SECONDS: Final = 120.0
@@ -30,6 +30,8 @@ def mixed_script(scale: Scale, seed: str) -> Script:
     The pause is as long as it takes the one-shots to flush what the agents leave free.
     """
     longest = scale.longest_prompt
+    if scale.cache_tokens is not None:
+        longest = min(longest, round(scale.cache_tokens * AGENTS_PART / FEWEST_AGENTS))
     system = round(longest * SYSTEM_PART)
     own = longest - system
     if scale.cache_tokens is None:

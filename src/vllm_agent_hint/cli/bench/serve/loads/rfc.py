@@ -3,7 +3,7 @@
 import random
 from typing import Final
 
-from vllm_agent_hint.cli.bench.serve.scale import Scale
+from vllm_agent_hint.cli.bench.serve.scale import RFC_LONGEST_PROMPT, Scale
 from vllm_agent_hint.cli.bench.serve.script import Actor, Piece, Script, Turn
 from vllm_agent_hint.cli.demo.client import Traffic
 
@@ -25,13 +25,16 @@ def rfc_script(scale: Scale, seed: str) -> Script:
     Each grows from a third of the longest prompt to all of it in four to six turns, so that some
     end before others. A turn repeats the whole conversation; nobody waits for a tool.
     """
+    longest = scale.longest_prompt
+    if scale.cache_tokens is not None:
+        longest = min(longest, round(scale.cache_tokens / CACHE_PART / SESSIONS))
     dice = random.Random(f"{seed}/rfc")
     actors = []
     contexts = 0
     for number in range(SESSIONS):
         turns = dice.randint(FEWEST_TURNS, MOST_TURNS)
-        first = round(scale.longest_prompt * FIRST_PART * dice.uniform(0.9, 1.1))
-        later = (scale.longest_prompt - first) // (turns - 1) - REPLY_TOKENS
+        first = round(longest * FIRST_PART * dice.uniform(0.9, 1.1))
+        later = (longest - first) // (turns - 1) - REPLY_TOKENS
         name = f"session-{number}"
         actors.append(
             Actor(
@@ -50,7 +53,7 @@ def rfc_script(scale: Scale, seed: str) -> Script:
                 ),
             )
         )
-        contexts += scale.longest_prompt
+        contexts += longest
     cache = scale.cache_tokens or round(contexts * CACHE_PART)
     return Script(
         "rfc",
@@ -58,7 +61,7 @@ def rfc_script(scale: Scale, seed: str) -> Script:
         cache,
         SLOTS,
         f"{SESSIONS} sessions, {SLOTS} requests at a time, prompts from "
-        f"{scale.longest_prompt * FIRST_PART:,.0f} to {scale.longest_prompt:,} tokens "
-        f"({scale.of_rfc:.2f} of the RFC's); contexts at their end {contexts / cache:.1f} x "
-        f"the cache of {cache:,} tokens",
+        f"{longest * FIRST_PART:,.0f} to {longest:,} tokens "
+        f"({longest / RFC_LONGEST_PROMPT:.2f} of the RFC's); contexts at their end "
+        f"{contexts / cache:.1f} x the cache of {cache:,} tokens",
     )

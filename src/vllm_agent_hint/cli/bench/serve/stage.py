@@ -1,0 +1,80 @@
+"""A server that an arm is played to, and what is done to it beside the load."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import httpx
+
+from vllm_agent_hint.cli.bench.serve.arms import Arm
+from vllm_agent_hint.cli.bench.serve.clock_file import Reading
+from vllm_agent_hint.cli.bench.serve.play import Target, session_path
+from vllm_agent_hint.cli.bench.serve.script import Extent, Piece
+from vllm_agent_hint.cli.demo.client import LoadError, Question, Traffic, ask, client_of
+from vllm_agent_hint.cli.demo.metrics import Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A server that an arm is played to.
+
+    Args:
+        cache_tokens: Its KV cache; 0 if it doesn't tell.
+        clock: Where its scheduler's clock shows; None if it has none.
+    """
+
+    arm: Arm
+    target: Target
+    cache_tokens: int
+    clock: Path | None
+
+    def reading(self) -> Reading | None:
+        return Reading.of(self.clock) if self.clock else None
+
+    def metrics(self) -> Metrics:
+        response = httpx.get(f"{self.target.base_url}/metrics", timeout=60, trust_env=False)
+        return Metrics.parse(response.raise_for_status().text)
+
+    def forget(self, session_ids: Iterable[str] = ()) -> bool:
+        """Frees sessions, and empties the prefix cache where the server lets us.
+
+        Returns:
+            Whether it did (vLLM opens that route in its dev mode only).
+        """
+        with httpx.Client(base_url=self.target.base_url, timeout=60, trust_env=False) as client:
+            if self.arm.has_plugin:
+                for session_id in session_ids:
+                    client.delete(session_path(session_id))
+            return client.post("/reset_prefix_cache").status_code == httpx.codes.OK
+
+
+OpenStage: TypeAlias = Callable[[Arm, Extent], AbstractContextManager[Stage]]
+
+
+def warm_up(target: Target, longest_request: int) -> None:
+    """The first requests of a server pay for things that are not ours to measure.
+
+    Raises:
+        LoadError: One failed.
+    """
+
+    async def send() -> None:
+        length = longest_request - 8
+        prompts = [
+            tuple(target.vocabulary.text_of(Piece(f"warm-up-{number}", length // (number + 1))))
+            for number in range(3)
+        ]
+        async with client_of(target.base_url) as client:
+            for number, prompt in enumerate(prompts):
+                question = Question(
+                    Traffic.ONE_SHOT, f"warm-up-{number}", 0, prompt, 8, model=target.model
+                )
+                await ask(client, question, 0.0)
+
+    try:
+        asyncio.run(send())
+    except httpx.HTTPError as error:
+        raise LoadError(f"{target.base_url}: {error or type(error).__name__}") from error
