@@ -96,8 +96,14 @@ def serve_command(
     urls = None if url is None else Urls(url, url_stock, model, cache_tokens)
     wishes = Wishes(load or (), trace, arm or (), urls, repetitions, seed, json_file, out)
     try:
-        run_serve(wishes, Console())
+        run_serve(wishes, _wide_console())
     except WishError as error:
         raise typer.BadParameter(str(error)) from error
     except (ServerError, LoadError) as error:
         sys.exit(f"the bench could not run: {error}")
+
+
+def _wide_console() -> Console:
+    """A file has room for every column; a terminal has what it has."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)

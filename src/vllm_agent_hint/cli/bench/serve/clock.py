@@ -17,7 +17,7 @@ from typing import Any, Final
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_agent_hint.cli.bench.serve.clock_file import ENV_FILE, FORMAT
+from vllm_agent_hint.cli.bench.serve.clock_file import ENV_FILE, FORMAT, ROUND
 
 TIMED: Final = ("schedule", "update_from_output", "add_request", "finish_requests")
 STEP: Final = "schedule"
@@ -36,6 +36,8 @@ class _Clocked:
         self._clock_face = _face(Path(file))
         self._clock_steps = 0
         self._clock_seconds = 0.0
+        self._clock_peak = 0.0
+        self._clock_round = 0
         self._clock_depth = 0
         self._clock_bytes = _bytes_per_block(type(self.kv_cache_manager.block_pool))  # type: ignore[attr-defined]
         for name in TIMED:
@@ -55,15 +57,29 @@ class _Clocked:
                 return method(*args, **kwargs)
             finally:
                 self._clock_seconds += time.thread_time() - began
-                self._clock_steps += is_step
                 self._clock_depth = 0
+                if is_step:
+                    self._clock_steps += 1
+                    self._note_usage()
                 self._show()
 
         return timed
 
+    def _note_usage(self) -> None:
+        (number,) = ROUND.unpack_from(self._clock_face, FORMAT.size)
+        if number != self._clock_round:
+            self._clock_round, self._clock_peak = number, 0.0
+        usage = self.kv_cache_manager.usage  # type: ignore[attr-defined]
+        self._clock_peak = max(self._clock_peak, usage)
+
     def _show(self) -> None:
         FORMAT.pack_into(
-            self._clock_face, 0, self._clock_steps, self._clock_seconds, self._clock_bytes
+            self._clock_face,
+            0,
+            self._clock_steps,
+            self._clock_seconds,
+            self._clock_bytes,
+            self._clock_peak,
         )
 
 
@@ -77,7 +93,7 @@ class ClockedAsyncScheduler(_Clocked, AsyncScheduler):  # type: ignore[misc]
 
 def _face(file: Path) -> mmap.mmap:
     with file.open("r+b") as opened:
-        return mmap.mmap(opened.fileno(), FORMAT.size)
+        return mmap.mmap(opened.fileno(), FORMAT.size + ROUND.size)
 
 
 def _bytes_per_block(pool_cls: Any) -> float:

@@ -96,7 +96,8 @@ def sheet_of(
     """What one play says. Of traffic that there is none of, nothing.
 
     Args:
-        clock: The scheduler's clock before and after; None where the server carries none.
+        clock: The scheduler's clock before and after; None where the server carries none. It knows
+            the usage after each step, where polling may have missed the peak.
     """
     sheet: dict[str, float] = {}
     for traffic in Traffic:
@@ -125,6 +126,7 @@ def sheet_of(
     if clock is not None and clock[1].steps > clock[0].steps:
         before, after = clock
         sheet["all.steps"] = float(after.steps - before.steps)
+        sheet["all.peak_usage"] = after.peak_usage
         sheet["all.scheduler_step"] = seconds_per_step(before, after)
         if after.bytes_per_block:
             sheet["all.bytes_per_block"] = after.bytes_per_block

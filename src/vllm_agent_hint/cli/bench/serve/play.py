@@ -45,7 +45,7 @@ class Played:
     Args:
         records: In the order in which they were sent.
         seconds: From the first request to the last answer.
-        peak_usage: Of the KV cache by running requests, a share of 1, by polling.
+        peak_usage: Of the KV cache by running requests, a share of 1; 0.0 unless polled.
     """
 
     records: tuple[RequestRecord, ...]
@@ -59,6 +59,7 @@ class Player:
     Args:
         prefix: Of session ids: no two plays may share a session.
         on_request_done: Called after each answer.
+        polls: Whether the cache's usage is asked for while the load runs, which the server pays.
     """
 
     def __init__(
@@ -68,11 +69,14 @@ class Player:
         voice: Voice,
         prefix: str,
         on_request_done: Callable[[], None],
+        *,
+        polls: bool,
     ) -> None:
         self._script = script
         self._target = target
         self._voice = voice
         self._prefix = prefix
+        self._polls = polls
         self._on_request_done = on_request_done
         self._slots = asyncio.Semaphore(script.slots) if script.slots else None
         self._records: list[RequestRecord] = []
@@ -156,7 +160,7 @@ class Player:
         return hint
 
     async def _watch_usage(self, client: httpx.AsyncClient) -> None:
-        while True:
+        while self._polls:
             await asyncio.sleep(POLL_SECONDS)
             with suppress(httpx.HTTPError):
                 text = (await client.get("/metrics")).text

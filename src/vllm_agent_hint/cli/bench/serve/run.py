@@ -26,6 +26,7 @@ from vllm_agent_hint.cli.bench.serve.script import Extent, Script
 from vllm_agent_hint.cli.bench.serve.stage import OpenStage, Stage, warm_up
 from vllm_agent_hint.cli.bench.serve.table import load_table, words_below
 from vllm_agent_hint.cli.bench.serve.verdict import judge
+from vllm_agent_hint.cli.demo.client import Traffic
 from vllm_agent_hint.cli.demo.measure import ServerFigures, TrafficFigures
 
 WriteScript: TypeAlias = Callable[[Scale, str], Script]
@@ -75,7 +76,19 @@ def run_load(
     results = [
         ArmResult(stage.arm, stage.cache_tokens, tuple(plays[stage.arm.name])) for stage in stages
     ]
-    return LoadResult(load, first.told, tuple(notes), arms[0].name, tuple(results))
+    return LoadResult(
+        load, first.told, (*notes, *_no_pressure(first)), arms[0].name, tuple(results)
+    )
+
+
+def _no_pressure(script: Script) -> list[str]:
+    """A cache that holds everything leaves nothing to win, which the reader should know."""
+    if script.pressure > 1.0 or script.of(Traffic.ONE_SHOT):
+        return []
+    return [
+        f"NO PRESSURE: the contexts fill {script.pressure:.0%} of the cache. Start the servers "
+        "with a smaller one (--num-gpu-blocks-override)."
+    ]
 
 
 def play_once(
@@ -83,8 +96,11 @@ def play_once(
 ) -> Play:
     """One arm's turn, on an empty prefix cache, with nothing left behind."""
     prefix = f"bench/{script.load}/{repetition}/{stage.arm.name}"
-    player = Player(script, stage.target, stage.arm.voice, prefix, on_request_done)
+    player = Player(
+        script, stage.target, stage.arm.voice, prefix, on_request_done, polls=stage.clock is None
+    )
     stage.forget()
+    stage.start_round()
     before, clock_before = stage.metrics(), stage.reading()
     played = player.play()
     after, clock_after = stage.metrics(), stage.reading()

@@ -89,6 +89,12 @@ class Script:
         return [actor for actor in self.actors if actor.traffic is traffic]
 
     @property
+    def pressure(self) -> float:
+        """What the agents' contexts take at their longest, by the cache: 1.0 fills it."""
+        longest = (max(actor.prompt_lengths()) for actor in self.of(Traffic.AGENTS))
+        return sum(longest) / self.cache_tokens
+
+    @property
     def num_requests(self) -> int:
         return sum(len(actor.turns) for actor in self.actors)
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import httpx
 
 from vllm_agent_hint.cli.bench.serve.arms import Arm
-from vllm_agent_hint.cli.bench.serve.clock_file import Reading
+from vllm_agent_hint.cli.bench.serve.clock_file import Reading, start_round
 from vllm_agent_hint.cli.bench.serve.play import Target, session_path
 from vllm_agent_hint.cli.bench.serve.script import Extent, Piece
 from vllm_agent_hint.cli.demo.client import LoadError, Question, Traffic, ask, client_of
@@ -30,6 +30,10 @@ class Stage:
     target: Target
     cache_tokens: int
     clock: Path | None
+
+    def start_round(self) -> None:
+        if self.clock:
+            start_round(self.clock)
 
     def reading(self) -> Reading | None:
         return Reading.of(self.clock) if self.clock else None

@@ -27,7 +27,7 @@ def load_table(result: LoadResult) -> Table:
     )
     table.add_column("", no_wrap=True)
     for arm in result.arms:
-        table.add_column(arm.arm.name, justify="right", no_wrap=True)
+        table.add_column(arm.arm.name, justify="right", overflow="fold")
     scope = ""
     for figure in FIGURES:
         if not any(arm.values(figure.key) for arm in result.arms):
@@ -76,8 +76,11 @@ def words_below(result: LoadResult, findings: list[Finding]) -> Group:
     for finding in findings:
         mark = Text(f"{finding.outcome:<13}", _STYLES[finding.outcome])
         lines.append(mark.append(finding.text, "default"))
-    lines += [Text(loss_in_words(result, loss), "red") for loss in losses(result)]
-    if not losses(result):
+    lost = losses(result)
+    lines += [Text(loss_in_words(result, loss), "red") for loss in lost]
+    if lost:
+        lines.append(Text("One figure in forty is among the losses by chance alone.", "dim"))
+    else:
         lines.append(Text(f"No arm loses to {result.reference} beyond its interval."))
     return Group(*lines)
 

@@ -109,8 +109,8 @@ def _does_not_grow(result: LoadResult, arm: str, figure: Figure) -> Finding | No
     name = figure.title.partition(",")[0]
     text = (
         f"{name} of {SCOPE_TITLES[figure.scope]}, {arm} / {result.reference}: "
-        f"{in_words(interval)}, must not lie above {NOISE_BOUND:g} (measured from {FEWEST_REPETITIONS} repetitions and an "
-        f"interval within +-{WIDEST:.0%} on)"
+        f"{in_words(interval)}, must not lie above {NOISE_BOUND:g} (measured: at least "
+        f"{FEWEST_REPETITIONS} repetitions, and within +-{WIDEST:.0%})"
     )
     return Finding(f"{result.load}.{arm}.{figure.key}", text, outcome, interval)
 

@@ -26,8 +26,12 @@ PLAY_SECONDS: Final = 12.0
 """What the gaps of the median session add up to."""
 LONGEST_GAP_PART: Final = 0.5
 """Of that; longer ones are cut, and the report says how many."""
+LONGEST_PLAY_SECONDS: Final = 1.5 * PLAY_SECONDS
+"""Windows whose gaps add up to more are left out: everybody would wait for them."""
 CACHE_PART: Final = 0.45
 """Of all contexts at their longest."""
+LONGEST_PART_OF_CACHE: Final = 0.4
+"""A given cache is full of about five contexts: ten sessions keep it under pressure."""
 FITTING_PART: Final = 0.8
 """Of the windows, those that lengths are scaled for; the others are left out."""
 FEWEST_REPLY_TOKENS: Final = 8
@@ -106,36 +110,42 @@ class TracedLoads:
 
     def _script(self, load: str, windows: Sequence[Window], scale: Scale, seed: str) -> Script:
         """Sizes come from all windows, so that they are the same in every repetition."""
+        longest = scale.longest_prompt
+        if scale.cache_tokens is not None:
+            longest = min(longest, int(scale.cache_tokens * LONGEST_PART_OF_CACHE))
         tokens_per_block = max(
-            1, int(scale.longest_prompt / quantile([w.blocks for w in windows], FITTING_PART))
+            1, int(longest / quantile([window.blocks for window in windows], FITTING_PART))
         )
-        fitting = [w for w in windows if (w.blocks + 1) * tokens_per_block <= scale.longest_prompt]
+        in_time = PLAY_SECONDS / max(1.0, median(sum(window.gaps) for window in windows))
+        cut_at = PLAY_SECONDS * LONGEST_GAP_PART
+        paced = _paced(in_time, cut_at)
+        fitting = [
+            window
+            for window in windows
+            if (window.blocks + 1) * tokens_per_block <= longest
+            and sum(map(paced, window.gaps)) <= LONGEST_PLAY_SECONDS
+        ]
         mean_context = fmean(window.blocks for window in fitting) * tokens_per_block
         cache = scale.cache_tokens or round(FEWEST_SESSIONS * mean_context * CACHE_PART)
         sessions = max(FEWEST_SESSIONS, round(cache / (mean_context * CACHE_PART)))
-        in_time = PLAY_SECONDS / max(1.0, median(sum(window.gaps) for window in windows))
-        cut_at = PLAY_SECONDS * LONGEST_GAP_PART
         dice = random.Random(f"{seed}/{load}")
         chosen = _of_different_sessions(fitting, dice)[:sessions]
         actors = [
-            self._actor(
-                f"{seed}/{load}", number, window, tokens_per_block, _paced(in_time, cut_at), dice
-            )
+            self._actor(f"{seed}/{load}", number, window, tokens_per_block, paced, dice)
             for number, window in enumerate(chosen)
         ]
         gaps = [gap for window in chosen for gap in window.gaps]
-        contexts = sum(max(actor.prompt_lengths()) for actor in actors)
         return Script(
             load,
             tuple(actors),
             cache,
             0,
             f"{len(chosen)} sessions of {self._name}, {len(gaps) + len(chosen)} requests of "
-            f"{mean_context:,.0f} tokens in the mean and {scale.longest_prompt:,} at most, "
-            f"{tokens_per_block / self._block_size:.4f} of the recorded lengths (longer ones are "
-            f"left out); gaps {in_time:.4f} of the recorded ones, "
+            f"{mean_context:,.0f} tokens in the mean and {longest:,} at most, "
+            f"{tokens_per_block / self._block_size:.4f} of the recorded lengths (longer and slower "
+            f"ones are left out); gaps {in_time:.4f} of the recorded ones, "
             f"{sum(gap * in_time > cut_at for gap in gaps)} of {len(gaps)} cut at {cut_at:g} s; "
-            f"contexts {contexts / cache:.1f} x the cache of {cache:,} tokens",
+            f"in a cache of {cache:,} tokens",
         )
 
     def _actor(
