@@ -12,6 +12,7 @@ import pytest
 from vllm_agent_hint.cli.bench.serve.arms import ARMS, Arm, TtlSaid, WishError, parse_arm
 from vllm_agent_hint.cli.bench.serve.clock_file import Reading, lay_out, seconds_per_step
 from vllm_agent_hint.cli.bench.serve.command import scripts
+from vllm_agent_hint.cli.bench.serve.export import export, lines_of
 from vllm_agent_hint.cli.bench.serve.figures import FIGURES, Good, sheet_of
 from vllm_agent_hint.cli.bench.serve.interval import (
     difference_interval,
@@ -37,6 +38,7 @@ from vllm_agent_hint.cli.bench.serve.verdict import Outcome, judge
 from vllm_agent_hint.cli.demo.client import RequestRecord, Traffic
 from vllm_agent_hint.cli.demo.measure import ServerFigures
 from vllm_agent_hint.cli.demo.metrics import Metrics
+from vllm_agent_hint.hints import AgentHintParams
 from vllm_agent_hint.traces.model import Trace
 from vllm_agent_hint.traces.reading import read_trace
 
@@ -532,3 +534,40 @@ def test_the_report_has_a_value_per_repetition_and_no_infinity() -> None:
 def test_a_stage_reads_no_clock_where_there_is_none() -> None:
     target = Target("http://127.0.0.1:1", "m", VOCABULARY)
     assert Stage(ARMS["hints"], target, 0, None).reading() is None
+
+
+# -- loads for other generators --------------------------------------------------------------------
+
+
+@EVERY_LOAD
+def test_exported_prompts_share_chunks_exactly_where_their_text_begins_the_same(
+    load: str, loads: dict[str, WriteScript], tmp_path: Path
+) -> None:
+    script = loads[load](CPU, "seed")
+    export(script, CPU, tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
+
+    assert len(rows) == script.num_requests
+    assert [row["timestamp"] for row in rows] == sorted(row["timestamp"] for row in rows)
+    for row in rows:
+        assert len(row["hash_ids"]) == -(-row["input_length"] // 16)
+        hint = row.get("extra", {}).get("agent_hint")
+        assert hint is None or AgentHintParams.model_validate(hint)
+    hinted = sum("extra" in row for row in rows)
+    assert hinted == sum(len(actor.turns) for actor in script.of(Traffic.AGENTS))
+
+
+def test_an_exported_turn_begins_with_the_one_before_and_its_answer() -> None:
+    script = rfc_script(CPU, "seed")
+    first, second, *_ = lines_of(script, CPU)
+    whole_chunks = first.input_length // 16
+    assert first.hash_ids[:whole_chunks] == second.hash_ids[:whole_chunks]
+    assert second.input_length == script.actors[0].prompt_lengths()[1]
+    assert second.at > first.at
+
+
+def test_an_actors_own_file_says_nothing_that_differs_between_its_requests(tmp_path: Path) -> None:
+    script = mixed_script(CPU, "seed")
+    written = {path.name for path in export(script, CPU, tmp_path)}
+    assert written == {"all.jsonl", "one-shots.jsonl", *(f"agent-{k}.jsonl" for k in range(3))}
+    assert "extra" not in (tmp_path / "agent-0.jsonl").read_text()

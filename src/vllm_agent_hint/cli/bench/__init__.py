@@ -80,11 +80,18 @@ def serve_command(
     out: Annotated[Path, typer.Option(help="Folder for the model and the servers' logs.")] = Path(
         "out"
     ),
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            help="Play nothing; write the loads to this folder as traces for other load generators "
+            "(docs/load-generators.md)."
+        ),
+    ] = None,
 ) -> None:
     """What hints win and lose on real servers: each arm its own, the same loads, in pairs."""
     try:
         from vllm_agent_hint.cli.bench.serve.arms import WishError
-        from vllm_agent_hint.cli.bench.serve.command import Wishes, run_serve
+        from vllm_agent_hint.cli.bench.serve.command import Wishes, export_loads, run_serve
         from vllm_agent_hint.cli.bench.serve.standing import Urls
         from vllm_agent_hint.cli.demo.client import LoadError
         from vllm_agent_hint.cli.demo.server import ServerError
@@ -96,7 +103,10 @@ def serve_command(
     urls = None if url is None else Urls(url, url_stock, model, cache_tokens)
     wishes = Wishes(load or (), trace, arm or (), urls, repetitions, seed, json_file, out)
     try:
-        run_serve(wishes, _wide_console())
+        if export is None:
+            run_serve(wishes, _wide_console())
+        else:
+            export_loads(wishes, export, _wide_console())
     except WishError as error:
         raise typer.BadParameter(str(error)) from error
     except (ServerError, LoadError) as error:

@@ -17,6 +17,7 @@ from vllm_agent_hint.cli.bench.serve.arms import (
     WishError,
     parse_arm,
 )
+from vllm_agent_hint.cli.bench.serve.export import export
 from vllm_agent_hint.cli.bench.serve.loads.mixed import mixed_script
 from vllm_agent_hint.cli.bench.serve.loads.rfc import rfc_script
 from vllm_agent_hint.cli.bench.serve.loads.traced import TracedLoads, TraceTooSmallError
@@ -31,6 +32,7 @@ from vllm_agent_hint.cli.bench.serve.run import (
 )
 from vllm_agent_hint.cli.bench.serve.scale import Scale
 from vllm_agent_hint.cli.bench.serve.script import Script
+from vllm_agent_hint.cli.bench.serve.stage import OpenStage
 from vllm_agent_hint.cli.bench.serve.standing import StandingServers, Urls
 from vllm_agent_hint.cli.demo.model import ensure_model
 from vllm_agent_hint.cli.demo.run import describe_machine, end_in_order
@@ -68,7 +70,8 @@ class Wishes:
 
 
 def run_serve(wishes: Wishes, console: Console) -> ServeRun:
-    """
+    """Plays what was wished for and writes the report.
+
     Raises:
         WishError: An arm or a load does not exist.
         ServerError: A server did not start.
@@ -79,25 +82,19 @@ def run_serve(wishes: Wishes, console: Console) -> ServeRun:
     loads = _loads(wishes)
     machine = describe_machine()
     if wishes.urls is None:
-        gpu = machine.gpu
-        scale = Scale.for_gpu() if gpu else Scale.for_cpu()
-        stand = _stand(wishes.folder, gpu, console)
-        notes: list[str] = []
+        servers = _servers_of_our_own(wishes.folder, machine.gpu, console)
     else:
-        with console.status("looking at the servers"):
-            servers = StandingServers(wishes.urls)
-        scale, notes = servers.scale(), servers.notes()
-        servers.check(arms)
+        servers = _standing_servers(wishes.urls, arms, console)
     results = []
     for load, write_script in loads.items():
         result = run_load(
             load,
-            scripts(write_script, scale, wishes.seed),
+            scripts(write_script, servers.scale, wishes.seed),
             arms,
-            local_stages(stand, load) if wishes.urls is None else servers.open_stage,
+            servers.open_stage_for(load),
             wishes.repetitions,
             console,
-            notes,
+            servers.notes,
         )
         show(result, console)
         results.append(result)
@@ -106,18 +103,38 @@ def run_serve(wishes: Wishes, console: Console) -> ServeRun:
     return run
 
 
-def default_arms(wishes: Wishes) -> Sequence[str]:
-    """On standing servers, those that differ by what is said alone."""
+def export_loads(wishes: Wishes, folder: Path, console: Console) -> None:
+    """Plays nothing, and writes the first repetition of each load down.
+
+    Raises:
+        WishError: A load does not exist.
+        LoadError: A standing server does not answer.
+    """
+    loads = _loads(wishes)
     if wishes.urls is None:
-        return DEFAULT_ARMS
-    return (STOCK if wishes.urls.stock else UNHINTED, *SPOKEN_ARMS)
+        scale = Scale.for_gpu() if describe_machine().gpu else Scale.for_cpu()
+    else:
+        scale = StandingServers(wishes.urls).scale()
+    for load, write_script in loads.items():
+        script = scripts(write_script, scale, wishes.seed)(0)
+        export(script, scale, folder / load)
+        console.print(f"{load}: {script.told}", f"written: {folder / load}", sep="\n")
 
 
-def _stand(folder: Path, gpu: bool, console: Console) -> Stand:
+@dataclass(frozen=True, slots=True)
+class _Servers:
+    """Where loads are played, and in which sizes."""
+
+    scale: Scale
+    notes: Sequence[str]
+    open_stage_for: Callable[[str], OpenStage]
+
+
+def _servers_of_our_own(folder: Path, gpu: bool, console: Console) -> _Servers:
     settings = DemoSettings.for_gpu() if gpu else DemoSettings.for_cpu()
     with console.status(f"making the model {settings.model} (random weights)"):
         model = ensure_model(settings.model, folder / "models")
-    return Stand(
+    stand = Stand(
         model,
         folder / "serve",
         server_environment(folder / "vllm-cache", gpu),
@@ -125,6 +142,22 @@ def _stand(folder: Path, gpu: bool, console: Console) -> Stand:
         settings.block_size,
         is_async=gpu,
     )
+    scale = Scale.for_gpu() if gpu else Scale.for_cpu()
+    return _Servers(scale, (), lambda load: local_stages(stand, load))
+
+
+def _standing_servers(urls: Urls, arms: Sequence[Arm], console: Console) -> _Servers:
+    with console.status("looking at the servers"):
+        servers = StandingServers(urls)
+    servers.check(arms)
+    return _Servers(servers.scale(), servers.notes(), lambda _: servers.open_stage)
+
+
+def default_arms(wishes: Wishes) -> Sequence[str]:
+    """On standing servers, those that differ by what is said alone."""
+    if wishes.urls is None:
+        return DEFAULT_ARMS
+    return (STOCK if wishes.urls.stock else UNHINTED, *SPOKEN_ARMS)
 
 
 def scripts(write_script: WriteScript, scale: Scale, seed: int) -> Callable[[int], Script]:
