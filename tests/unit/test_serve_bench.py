@@ -31,7 +31,15 @@ from vllm_agent_hint.cli.bench.serve.report import ServeRun, as_json
 from vllm_agent_hint.cli.bench.serve.result import ArmResult, LoadResult, Play, losses
 from vllm_agent_hint.cli.bench.serve.run import WriteScript
 from vllm_agent_hint.cli.bench.serve.scale import Scale
-from vllm_agent_hint.cli.bench.serve.script import Extent, Piece, Script, Text, Vocabulary
+from vllm_agent_hint.cli.bench.serve.script import (
+    Actor,
+    Extent,
+    Piece,
+    Script,
+    Text,
+    Turn,
+    Vocabulary,
+)
 from vllm_agent_hint.cli.bench.serve.stage import Stage
 from vllm_agent_hint.cli.bench.serve.standing import cache_tokens_in
 from vllm_agent_hint.cli.bench.serve.verdict import Outcome, judge
@@ -56,15 +64,18 @@ SCALES = [
 # -- a trace made by hand --------------------------------------------------------------------------
 
 
-def weka_line(number: int, requests: int = 9, blocks: int = 400) -> dict[str, object]:
-    """A session that grows by ten blocks a turn, and rewinds to half of its context once."""
+def weka_line(number: int, requests: int = 17, blocks: int = 400) -> dict[str, object]:
+    """A session of two windows that grows by ten blocks a turn, and rewinds once in each.
+
+    Every third has even gaps, every thirteenth one only long ones; the others one that is long.
+    """
     entries, first, length = [], 1_000 * number, blocks
     at = 0.0
     for turn in range(requests):
-        keep = 0 if turn == 0 else length // 2 if turn == 4 else length
+        keep = 0 if turn == 0 else length // 2 if turn % 8 == 4 else length
         new = blocks if turn == 0 else 10
         length = keep + new
-        slow = 4_000.0 if number % 3 and turn == 5 else 5.0 + number
+        slow = 4_000.0 if (number % 3 and turn % 8 == 5) or number % 13 == 0 else 5.0 + number
         at += slow if turn else 0.0
         entries.append(
             {
@@ -72,7 +83,7 @@ def weka_line(number: int, requests: int = 9, blocks: int = 400) -> dict[str, ob
                 "type": "n",
                 "in": 64 * length + 7,
                 "out": 120,
-                "stop": "end_turn" if turn == 6 else "tool_use",
+                "stop": "end_turn" if turn % 8 == 6 else "tool_use",
                 "api_time": 2.0,
                 "keep": keep,
                 "runs": [first, new],
@@ -234,9 +245,9 @@ def test_a_long_tail_has_longer_gaps_for_its_median_and_nobody_waits_for_ever(
 def test_a_turn_after_which_the_agent_waits_for_its_user_asks_for_nothing(
     loads: dict[str, WriteScript],
 ) -> None:
-    ttls = [turn.ttl_seconds for a in loads["fleet"](CPU, "s").actors for turn in a.turns]
-    assert 0.0 in ttls
-    assert max(ttls) > 0.0
+    for actor in loads["fleet"](CPU, "s").actors:
+        asked = [turn.ttl_seconds > 0.0 for turn in actor.turns]
+        assert asked == [number != 6 for number in range(8)]
 
 
 def test_a_trace_with_too_few_sessions_is_refused() -> None:
@@ -439,7 +450,7 @@ def outcomes(result: LoadResult) -> dict[str, Outcome]:
 
 def test_a_loss_is_an_interval_wholly_on_the_bad_side() -> None:
     def noisy(k: int) -> dict[str, float]:
-        return {"agents.ttft_mean": 1.0 + 0.5 * (-1) ** k, "agents.hit_share": 0.4}
+        return {"agents.ttft_mean": 1.3 + 0.6 * (-1) ** k, "agents.hit_share": 0.4}
 
     stock = arm_result("stock", lambda k: {"agents.ttft_mean": 1.0, "agents.hit_share": 0.5})
     found = losses(result_of(stock, arm_result("hints", noisy)))
@@ -564,6 +575,17 @@ def test_an_exported_turn_begins_with_the_one_before_and_its_answer() -> None:
     assert first.hash_ids[:whole_chunks] == second.hash_ids[:whole_chunks]
     assert second.input_length == script.actors[0].prompt_lengths()[1]
     assert second.at > first.at
+
+
+def test_the_same_text_after_another_beginning_is_another_chunk() -> None:
+    def ask(*names: str) -> Actor:
+        turn = Turn(tuple(Piece(name, 16) for name in names), False, 0.0, 8, 0.0)
+        return Actor("-".join(names), Traffic.ONE_SHOT, 0.0, (turn,))
+
+    script = Script("x", (ask("a", "end"), ask("b", "end"), ask("a", "end")), 1_000, 0, "")
+    one, other, again = (line.hash_ids for line in lines_of(script, CPU))
+    assert one == again
+    assert not set(one) & set(other)
 
 
 def test_an_actors_own_file_says_nothing_that_differs_between_its_requests(tmp_path: Path) -> None:
