@@ -67,26 +67,31 @@ def test_a_tiny_run_on_vllm_serve_yields_a_complete_report(
     assert "hints-evict" in screen
 
 
+@pytest.mark.parametrize("dev_mode", ["0", "1"])
 def test_the_same_load_plays_on_a_server_that_stands_already(
-    serve: Serve, console: Console
+    serve: Serve, console: Console, dev_mode: str
 ) -> None:
     server = serve(
         "qwen3-small",
         ["--num-gpu-blocks-override", str(BLOCKS), "--max-model-len", "1024"],
-        {"VLLM_SERVER_DEV_MODE": "1"},
+        {"VLLM_SERVER_DEV_MODE": dev_mode},
     )
     servers = StandingServers(Urls(server.base_url, None, None, None))
     scale = servers.scale()
     assert scale.cache_tokens == BLOCKS * 128
     assert scale.longest_prompt == round(1024 * 0.9)
-    assert servers.notes() == []
+    assert bool(servers.notes()) == (dev_mode == "0")
 
-    result = play_tiny(["unhinted", "hints"], servers.open_stage, scale, console)
+    result = play_tiny(["unhinted", "hints-evict"], servers.open_stage, scale, console)
 
     assert result.reference == "unhinted"
     assert result.same_prompts
     assert not any(play.hint_metrics.get("sessions") for play in result.arms[0].plays)
     assert all(play.hint_metrics["sessions"] for play in result.arms[1].plays)
+    for arm in result.arms:
+        assert arm.values("one_shot.hit_share") == [0.0, 0.0], "one play hits what another left"
+    evicts = "vllm:agent_hint_edits_total"
+    assert server.metrics().total(evicts, operation="evict", status="applied") >= 6
     assert server.get("/v1/agent_hint/sessions").json()["sessions"] == []
     with pytest.raises(WishError, match="needs a server of its own"):
         servers.check([ARMS["shadow"]])

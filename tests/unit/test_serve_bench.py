@@ -550,7 +550,7 @@ def test_the_report_has_a_value_per_repetition_and_no_infinity() -> None:
 
 
 def test_a_stage_reads_no_clock_where_there_is_none() -> None:
-    target = Target("http://127.0.0.1:1", "m", VOCABULARY)
+    target = Target("http://127.0.0.1:1", "m", VOCABULARY, can_reset=True)
     assert Stage(ARMS["hints"], target, 0, None).reading() is None
 
 

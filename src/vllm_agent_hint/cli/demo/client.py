@@ -61,6 +61,7 @@ class Question:
     Args:
         hint: Its ``agent_hint``, if it has one.
         model: As the server calls it.
+        cache_salt: Keeps it apart from equal prompts with another salt, or none.
     """
 
     traffic: Traffic
@@ -70,6 +71,7 @@ class Question:
     reply_tokens: int
     hint: Mapping[str, Any] | None = None
     model: str = MODEL_NAME
+    cache_salt: str | None = None
 
     def body(self) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -82,6 +84,8 @@ class Question:
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
         }
+        if self.cache_salt is not None:
+            body["cache_salt"] = self.cache_salt
         if self.hint is not None:
             body["agent_hint"] = self.hint
         return body

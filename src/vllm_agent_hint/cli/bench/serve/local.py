@@ -67,7 +67,7 @@ def local_stages(stand: Stand, load: str) -> OpenStage:
         }
         log = stand.folder / "logs" / f"{load}-{arm.name}.log"
         with running_server(stand.model, log, environment, arguments) as server:
-            target = Target(server.base_url, MODEL_NAME, DEMO_VOCABULARY)
+            target = Target(server.base_url, MODEL_NAME, DEMO_VOCABULARY, can_reset=True)
             yield Stage(arm, target, blocks * stand.block_size, clock)
 
     return open_stage

@@ -32,11 +32,14 @@ class Target:
     Args:
         base_url: Without a slash at its end.
         model: As the server calls it.
+        can_reset: Whether its prefix cache can be emptied before a play. Where not, each play has a
+            cache salt of its own, and hits nothing of another one.
     """
 
     base_url: str
     model: str
     vocabulary: Vocabulary
+    can_reset: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class Player:
     """Plays one script once.
 
     Args:
-        prefix: Of session ids: no two plays may share a session.
+        prefix: Of session ids: no two plays may share a session. The cache salt, if one is needed.
         on_request_done: Called after each answer.
         polls: Whether the cache's usage is asked for while the load runs, which the server pays.
     """
@@ -76,6 +79,8 @@ class Player:
         self._target = target
         self._voice = voice
         self._prefix = prefix
+        # vLLM takes no slash in a salt.
+        self._salt = None if target.can_reset else prefix.replace("/", ".")
         self._polls = polls
         self._on_request_done = on_request_done
         self._slots = asyncio.Semaphore(script.slots) if script.slots else None
@@ -133,6 +138,7 @@ class Player:
                 turn.reply_tokens,
                 hint=self._hint(actor, number, turn),
                 model=self._target.model,
+                cache_salt=self._salt,
             )
             limited = self._slots if actor.traffic is Traffic.AGENTS else None
             async with limited or nullcontext():
@@ -141,7 +147,11 @@ class Player:
             self._on_request_done()
             context = [*context, *answer.token_ids]
         if actor.traffic is Traffic.AGENTS and self._voice.evicts:
-            await evict(client, self._session_id(actor))
+            await evict(client, self._session_id(actor), self._salt)
+
+    @property
+    def cache_salt(self) -> str | None:
+        return self._salt
 
     @property
     def session_ids(self) -> list[str]:
@@ -181,11 +191,14 @@ def session_path(session_id: str) -> str:
     return f"/v1/agent_hint/sessions/{quote(session_id, safe='')}"
 
 
-async def evict(client: httpx.AsyncClient, session_id: str) -> None:
+async def evict(client: httpx.AsyncClient, session_id: str, cache_salt: str | None) -> None:
     """
     Raises:
         LoadError: The server refused it.
     """
-    response = await client.post(session_path(session_id), json={"edits": [{"type": "evict"}]})
+    body: dict[str, Any] = {"edits": [{"type": "evict"}]}
+    if cache_salt is not None:
+        body["cache_salt"] = cache_salt
+    response = await client.post(session_path(session_id), json=body)
     if response.status_code != httpx.codes.OK:
         raise LoadError(f"evict: HTTP {response.status_code}: {response.text[:500]}")

@@ -1,11 +1,12 @@
 """Plays the repetitions to the arms in turn, and shows and writes what came of it."""
 
+import secrets
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from rich.console import Console
 from rich.progress import (
@@ -31,6 +32,9 @@ from vllm_agent_hint.cli.demo.measure import ServerFigures, TrafficFigures
 
 WriteScript: TypeAlias = Callable[[Scale, str], Script]
 """A load: what is played at this scale, under this seed."""
+
+_RUN: Final = secrets.token_hex(4)
+"""A standing server may remember the sessions and salts of an earlier run."""
 
 
 def run_load(
@@ -95,16 +99,16 @@ def play_once(
     stage: Stage, script: Script, repetition: int, on_request_done: Callable[[], None]
 ) -> Play:
     """One arm's turn, on an empty prefix cache, with nothing left behind."""
-    prefix = f"bench/{script.load}/{repetition}/{stage.arm.name}"
+    prefix = f"bench-{_RUN}/{script.load}/{repetition}/{stage.arm.name}"
     player = Player(
         script, stage.target, stage.arm.voice, prefix, on_request_done, polls=stage.clock is None
     )
-    stage.forget()
+    stage.empty_cache()
     stage.start_round()
     before, clock_before = stage.metrics(), stage.reading()
     played = player.play()
     after, clock_after = stage.metrics(), stage.reading()
-    stage.forget(player.session_ids)
+    stage.free_sessions(player.session_ids, player.cache_salt)
     server = ServerFigures.between(before, after, 0.0)
     clock = (clock_before, clock_after) if clock_before and clock_after else None
     return Play(

@@ -1,11 +1,12 @@
 """A server that an arm is played to, and what is done to it beside the load."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import httpx
 
@@ -15,6 +16,9 @@ from vllm_agent_hint.cli.bench.serve.play import Target, session_path
 from vllm_agent_hint.cli.bench.serve.script import Extent, Piece
 from vllm_agent_hint.cli.demo.client import LoadError, Question, Traffic, ask, client_of
 from vllm_agent_hint.cli.demo.metrics import Metrics
+
+RESET_ATTEMPTS: Final = 20
+RESET_PAUSE_SECONDS: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +46,35 @@ class Stage:
         response = httpx.get(f"{self.target.base_url}/metrics", timeout=60, trust_env=False)
         return Metrics.parse(response.raise_for_status().text)
 
-    def forget(self, session_ids: Iterable[str] = ()) -> bool:
-        """Frees sessions, and empties the prefix cache where the server lets us.
+    def empty_cache(self) -> None:
+        """Where the server lets us: vLLM opens that route in its dev mode only.
 
-        Returns:
-            Whether it did (vLLM opens that route in its dev mode only).
+        Raises:
+            LoadError: It did not, although it should. Something else uses the server.
         """
-        with httpx.Client(base_url=self.target.base_url, timeout=60, trust_env=False) as client:
-            if self.arm.has_plugin:
-                for session_id in session_ids:
-                    client.delete(session_path(session_id))
-            return client.post("/reset_prefix_cache").status_code == httpx.codes.OK
+        if not self.target.can_reset:
+            return
+        with self._client() as client:
+            for _ in range(RESET_ATTEMPTS):  # Blocks of the request that just ended may be held.
+                if client.post("/reset_prefix_cache").json().get("success", False):
+                    return
+                time.sleep(RESET_PAUSE_SECONDS)
+        raise LoadError(
+            f"{self.target.base_url}: its prefix cache could not be emptied, since requests run "
+            "there. Cure: leave the server to the bench"
+        )
+
+    def free_sessions(self, session_ids: Iterable[str], cache_salt: str | None) -> None:
+        """Nothing of a play may be kept for it while the next one runs."""
+        if not self.arm.has_plugin:
+            return
+        named = {} if cache_salt is None else {"cache_salt": cache_salt}
+        with self._client() as client:
+            for session_id in session_ids:
+                client.delete(session_path(session_id), params=named)
+
+    def _client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.target.base_url, timeout=60, trust_env=False)
 
 
 OpenStage: TypeAlias = Callable[[Arm, Extent], AbstractContextManager[Stage]]

@@ -39,14 +39,12 @@ class Standing:
     Args:
         cache_tokens: 0 where it doesn't tell.
         prefill_rate: Prompt tokens per second, measured.
-        can_reset: Whether its prefix cache can be emptied between repetitions.
     """
 
     target: Target
     max_model_len: int
     cache_tokens: int
     prefill_rate: float
-    can_reset: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +101,11 @@ class StandingServers:
     def notes(self) -> list[str]:
         """For the reader of the report."""
         notes = []
-        if not all(server.can_reset for server in self._all):
+        if not all(server.target.can_reset for server in self._all):
             notes.append(
-                "The prefix cache could not be emptied between repetitions (VLLM_SERVER_DEV_MODE=1 "
-                "opens the route): each starts in a cache full of the one before, its sessions "
-                "freed."
+                "The prefix cache could not be emptied between plays (VLLM_SERVER_DEV_MODE=1 opens "
+                "the route): each starts in a cache full of the one before, under a cache salt of "
+                "its own, the other's sessions freed."
             )
         sizes = {server.cache_tokens for server in self._all}
         if len(sizes) > 1:
@@ -170,11 +168,10 @@ def look_at(base_url: str, model: str | None) -> Standing:
     length = min(PROBE_TOKENS, max_model_len // 2)
     vocabulary, seconds = asyncio.run(_probe(base_url, card["id"], length))
     return Standing(
-        Target(base_url, card["id"], vocabulary),
+        Target(base_url, card["id"], vocabulary, can_reset),
         max_model_len,
         cache_tokens_in(metrics),
         length / seconds,
-        can_reset,
     )
 
 
