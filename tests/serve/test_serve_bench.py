@@ -2,23 +2,26 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from tests.serve.rig import Serve
-from vllm_agent_hint.cli.bench.serve.arms import ARMS, WishError
+from vllm_agent_hint.cli.bench.serve.arms import ARMS, Voice, WishError
 from vllm_agent_hint.cli.bench.serve.command import scripts
 from vllm_agent_hint.cli.bench.serve.figures import FIGURES
 from vllm_agent_hint.cli.bench.serve.loads.mixed import mixed_script
 from vllm_agent_hint.cli.bench.serve.local import Stand, local_stages
+from vllm_agent_hint.cli.bench.serve.play import Player, Target
 from vllm_agent_hint.cli.bench.serve.report import ServeRun
 from vllm_agent_hint.cli.bench.serve.result import LoadResult
 from vllm_agent_hint.cli.bench.serve.run import run_load, show, write
 from vllm_agent_hint.cli.bench.serve.scale import Scale
+from vllm_agent_hint.cli.bench.serve.script import Actor, Piece, Script, Turn
 from vllm_agent_hint.cli.bench.serve.standing import StandingServers, Urls
+from vllm_agent_hint.cli.demo.client import Traffic
 from vllm_agent_hint.cli.demo.run import describe_machine
 
 TINY = Scale(longest_prompt=900, prefill_rate=20_000.0)
@@ -29,6 +32,18 @@ def play_tiny(arms: list[str], open_stage: object, scale: Scale, console: Consol
     script_of = scripts(mixed_script, scale, seed=1)
     chosen = [ARMS[name] for name in arms]
     return run_load("mixed", script_of, chosen, open_stage, 2, console)  # type: ignore[arg-type]
+
+
+def cached_in_second_play(target: Target) -> int:
+    """Tokens that a play hits of one before it, with nothing done in between."""
+    turn = Turn((Piece("the same", 600),), False, 0.0, 4, 0.0)
+    script = Script("x", (Actor("asker", Traffic.ONE_SHOT, 0.0, (turn,)),), 1_000, 0, "")
+    first, second = (
+        Player(script, target, Voice(), f"{target.can_reset}/{play}", lambda: None, polls=False)
+        for play in range(2)
+    )
+    assert first.play().records[0].prompt_tokens == 600
+    return second.play().records[0].cached_tokens
 
 
 @pytest.fixture
@@ -88,8 +103,10 @@ def test_the_same_load_plays_on_a_server_that_stands_already(
     assert result.same_prompts
     assert not any(play.hint_metrics.get("sessions") for play in result.arms[0].plays)
     assert all(play.hint_metrics["sessions"] for play in result.arms[1].plays)
-    for arm in result.arms:
-        assert arm.values("one_shot.hit_share") == [0.0, 0.0], "one play hits what another left"
+    target = servers.target_of(ARMS["hints"])
+    assert target.can_reset == (dev_mode == "1")
+    assert cached_in_second_play(replace(target, can_reset=True)) == 512
+    assert cached_in_second_play(replace(target, can_reset=False)) == 0
     evicts = "vllm:agent_hint_edits_total"
     assert server.metrics().total(evicts, operation="evict", status="applied") >= 6
     assert server.get("/v1/agent_hint/sessions").json()["sessions"] == []

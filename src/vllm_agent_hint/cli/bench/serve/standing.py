@@ -122,6 +122,9 @@ class StandingServers:
         for arm in arms:
             self._server_of(arm)
 
+    def target_of(self, arm: Arm) -> Target:
+        return self._server_of(arm).target
+
     @contextmanager
     def open_stage(self, arm: Arm, extent: Extent) -> Iterator[Stage]:
         """See ``OpenStage``."""
