@@ -281,6 +281,11 @@ def test_text_depends_on_a_pieces_name_and_lies_in_the_vocabulary() -> None:
 # -- arms ------------------------------------------------------------------------------------------
 
 
+def test_only_arms_with_our_scheduler_are_expected_to_keep_sessions() -> None:
+    without = {name for name, arm in ARMS.items() if not arm.keeps_sessions}
+    assert without == {"stock", "ceiling", "no-sam"}
+
+
 def test_an_arm_may_be_made_of_another_with_other_flags() -> None:
     arm = parse_arm("late=no-renewal,VLLM_AGENT_HINT_EXPIRED_ENTERS=front")
     assert arm.name == "late"
@@ -435,7 +440,8 @@ def arm_result(
 ) -> ArmResult:
     arm: Arm = ARMS[name]
     plays = tuple(
-        Play(each(k), (record("a"),), f"digest-{k}", arm.has_plugin, {}) for k in range(repetitions)
+        Play(each(k), (record("a"),), f"digest-{k}", arm.keeps_sessions, {})
+        for k in range(repetitions)
     )
     return ArmResult(arm, 10_000, plays)
 

@@ -45,8 +45,9 @@ class Arm:
     holds_everything: bool = False
 
     @property
-    def has_plugin(self) -> bool:
-        return self.environment.get(ENV_SWITCH) != "0"
+    def keeps_sessions(self) -> bool:
+        """Whether the server has our scheduler, and with it sessions and their metrics."""
+        return all(self.environment.get(flag) != "0" for flag in (ENV_SWITCH, f"{ENV_PREFIX}SAM"))
 
 
 STOCK: Final = "stock"

@@ -66,7 +66,7 @@ class Stage:
 
     def free_sessions(self, session_ids: Iterable[str], cache_salt: str | None) -> None:
         """Nothing of a play may be kept for it while the next one runs."""
-        if not self.arm.has_plugin:
+        if not self.arm.keeps_sessions:
             return
         named = {} if cache_salt is None else {"cache_salt": cache_salt}
         with self._client() as client:

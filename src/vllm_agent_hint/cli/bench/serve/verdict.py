@@ -67,13 +67,13 @@ def _plugin_where_it_belongs(result: LoadResult) -> Finding:
     wrong = [
         arm.arm.name
         for arm in result.arms
-        if any(play.hints_active != arm.arm.has_plugin for play in arm.plays)
+        if any(play.hints_active != arm.arm.keeps_sessions for play in arm.plays)
     ]
     return Finding(
         f"{result.load}.plugin",
-        "the plugin is active in every arm that has it, and in no other"
+        "sessions are kept in every arm that should keep them, and in no other"
         if not wrong
-        else f"the plugin is missing, or there against the plan, in {', '.join(wrong)}",
+        else f"sessions are not kept, or kept against the plan, in {', '.join(wrong)}",
         Outcome.NOT_MET if wrong else Outcome.MET,
     )
 
