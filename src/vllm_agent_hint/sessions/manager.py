@@ -661,7 +661,7 @@ class SessionAwareManager:
         session = lineage.session
         hashes = [prefix.hashes if prefix.logical is None else [] for prefix in by]
         shared = continuation.shared_tokens(lineage, hashes, self._layouts)
-        if not shared and any(hashes):
+        if len(lineage) and not shared and any(hashes):
             return
         for group, chain in enumerate(lineage.chains):
             if chain.logical is None:
