@@ -37,7 +37,7 @@ FADES_AT: Final = 2_000.0
 """Observations of a class at which all of them are halved."""
 
 REFRESH_EVERY: Final = 16
-"""Observations of a class after which its index is worked out anew."""
+"""Observations of a class after which its index, and those that lean on it, are worked out anew."""
 
 MAX_CLASSES: Final = 4_096
 """Classes with observations of their own; the one used longest ago is forgotten."""
@@ -112,7 +112,7 @@ def reuse_index(chances: Sequence[float]) -> tuple[float, ...]:
 
 
 class _Histogram:
-    __slots__ = ("counts", "index", "news", "total")
+    __slots__ = ("above", "above_edition", "counts", "edition", "index", "news", "total")
 
     def __init__(self) -> None:
         self.counts = [0.0] * len(EDGES)
@@ -120,12 +120,26 @@ class _Histogram:
         self.index: tuple[float, ...] | None = None
         """Worked out when it is asked for; None after enough news."""
         self.news = 0
+        self.edition = 0
+        """How often there has been enough news."""
+        self.above: _Histogram | None = None
+        """That of the class on which the index leans, if it leans on one that learns."""
+        self.above_edition = 0
+        """Its edition when the index was worked out."""
+
+    @property
+    def is_stale(self) -> bool:
+        return self.index is None or (
+            self.above is not None and self.above.edition != self.above_edition
+        )
 
     def add(self, where: int) -> None:
         self.counts[where] += 1.0
         self.total += 1.0
         self.news += 1
         if self.news >= REFRESH_EVERY:
+            self.news = 0
+            self.edition += 1
             self.index = None
         if self.total >= FADES_AT:
             self.counts = [count / 2 for count in self.counts]
@@ -167,16 +181,17 @@ class ReuseEstimator:
             Returns per second. O(log bins) but when there was news.
         """
         histogram = self._histogram(turns)
-        if histogram.index is None:
+        if histogram.is_stale:
             histogram.index = reuse_index(self._chances(turns, histogram))
-            histogram.news = 0
+        assert histogram.index is not None
         return histogram.index[bin_of(resting)]
 
     def _chances(self, turns: TurnClass, histogram: _Histogram) -> list[float]:
         if not turns.tool:
             return histogram.leaning_on(cold_start(turns.ended, turns.gap, turns.output))
-        parent = self._histogram(turns.parent)
-        return histogram.leaning_on(self._chances(turns.parent, parent))
+        above = self._histogram(turns.parent)
+        histogram.above, histogram.above_edition = above, above.edition
+        return histogram.leaning_on(self._chances(turns.parent, above))
 
     def _histogram(self, turns: TurnClass) -> _Histogram:
         found = self._seen.get(turns)
