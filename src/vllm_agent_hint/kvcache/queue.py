@@ -70,16 +70,30 @@ class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
                 self.fake_free_list_head, self.fake_free_list_tail, n - len(blocks)
             )
         for zone in (Zone.SESSION, Zone.TTL):
-            missing = n - len(blocks)
-            if not missing:
-                break
-            if self._brought[zone] < missing and self.on_choice is not None:
+            # Those that were chosen before are worth less than any that are chosen now.
+            self._take_from(zone, blocks, min(self._brought[zone], n - len(blocks)))
+            if len(blocks) == n:
+                return
+            if self.on_choice is not None and not self._is_empty(zone):
                 # Some more than are missing: decodes take one block at a time.
-                self._brought[zone] = self.on_choice(zone, max(missing, _CHOOSE_AT_LEAST))
-            retained = self._take(*self._bounds[zone], missing)
-            self._brought[zone] = max(0, self._brought[zone] - len(retained))
-            self.taken += retained
-            blocks += retained
+                wanted = max(n - len(blocks), _CHOOSE_AT_LEAST)
+                self._brought[zone] = self.on_choice(zone, wanted)
+            self._take_from(zone, blocks, n - len(blocks))
+        if len(blocks) < n:
+            # Choosing has failed: every block is an ordinary one now.
+            blocks += self._take(
+                self.fake_free_list_head, self.fake_free_list_tail, n - len(blocks)
+            )
+
+    def _is_empty(self, zone: Zone) -> bool:
+        start, end = self._bounds[zone]
+        return start.next_free_block is end
+
+    def _take_from(self, zone: Zone, blocks: list[KVCacheBlock], n: int) -> None:
+        retained = self._take(*self._bounds[zone], n)
+        self._brought[zone] = max(0, self._brought[zone] - len(retained))
+        self.taken += retained
+        blocks += retained
 
     def _take(self, start: KVCacheBlock, end: KVCacheBlock, n: int) -> list[KVCacheBlock]:
         """Unlink at most n blocks between two nodes, from the front."""

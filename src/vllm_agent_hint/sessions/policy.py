@@ -98,7 +98,7 @@ class DeadlinePolicy(RetentionPolicy):
 
     def worth(self, turns: Hashable, resting: float) -> float:
         """See ``RetentionPolicy``."""
-        return (turns if isinstance(turns, float) else 0.0) - resting
+        return (turns if isinstance(turns, (int, float)) else 0.0) - resting
 
 
 class ReusePolicy(RetentionPolicy):
