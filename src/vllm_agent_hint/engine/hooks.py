@@ -349,13 +349,33 @@ class EngineHooks:
 
     # -- facts about a finished turn -------------------------------------------------------------
 
-    @_outlives_sam
-    def turn_facts(self, key: SessionKey, operation_id: str, facts: TurnFacts, now: float) -> None:
-        """The front end has seen how a turn ended; late, twice or never."""
-        assert self.sam is not None
-        self.sam.turn_ended(key, operation_id, facts.ended, facts.tools, now)
+    def turn_facts(
+        self, key: SessionKey, operation_id: str, facts: TurnFacts, now: float, *, told: bool
+    ) -> bool:
+        """How a turn ended; late, twice or never.
+
+        Args:
+            key: The session.
+            operation_id: The turn; empty for the session's last.
+            facts: Of it.
+            now: Monotonic seconds.
+            told: Whether a client says so; otherwise the front end has seen it.
+
+        Returns:
+            Whether it was of use.
+        """
+        if self.sam is None:
+            return False
+        try:
+            is_of_use = self.sam.turn_ended(
+                key, operation_id, facts.ended, facts.tools, now, told=told
+            )
+        except Exception:
+            self.drop_sessions("turn_facts")
+            return False
         if self.capture is not None:
             self.traffic_explained(operation_id, facts)
+        return is_of_use
 
     # -- time ----------------------------------------------------------------------------------
 
