@@ -209,7 +209,19 @@ def test_news_of_other_tools_reaches_a_class_that_has_none_of_its_own() -> None:
     before = estimator.worth(BASH, 1.0)
     for _ in range(10 * REFRESH_EVERY):
         estimator.observe(READ, None)
+    estimator.note(BASH)
     assert estimator.worth(BASH, 1.0) < before / 2
+
+
+def test_a_class_is_worked_out_anew_when_a_part_of_what_it_has_seen_is_new() -> None:
+    """The more it has seen, the more it takes; so it is rare."""
+    estimator = ReuseEstimator()
+    editions = []
+    for _ in range(1500):
+        estimator.observe(BASH, 1.0)
+        editions.append(estimator._histogram(BASH).edition)
+    assert editions[REFRESH_EVERY - 2 : REFRESH_EVERY] == [0, 1]
+    assert editions[-1] < 40
 
 
 def test_a_class_that_changes_its_ways_is_believed_after_a_while() -> None:
@@ -244,7 +256,7 @@ def test_classes_are_bounded_and_the_one_used_longest_ago_is_forgotten(
         estimator.observe(BASH, 700.0)
     for number in range(20):
         estimator.observe(BASH._replace(tool=f"made up {number}"), 1.0)
-        estimator.worth(BASH, 1.0)
+        estimator.note(BASH)
         assert len(estimator._seen) <= 8
     assert estimator._histogram(BASH).total == 50.0, "it was used all the time"
     assert BASH._replace(tool="made up 0") not in estimator._seen

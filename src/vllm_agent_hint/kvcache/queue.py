@@ -8,7 +8,8 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm_agent_hint.kvcache.block import AgentKVCacheBlock, Zone
 from vllm_agent_hint.settings import Placement
 
-_CHOOSE_AT_LEAST: Final = 32
+_CHOOSE_AT_LEAST: Final = 128
+"""Blocks. A choice looks at every class of sessions once."""
 
 
 class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
@@ -149,7 +150,8 @@ class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
             zone: What the scalars of all of them name; None to look.
         """
         for block in blocks:
-            self.remove(block)
+            _link(block.prev_free_block, block.next_free_block)
+        self.num_free_blocks -= len(blocks)
         entering: tuple[list[AgentKVCacheBlock], ...] = ([], [], [])
         if zone is None:
             for block in blocks:

@@ -110,7 +110,9 @@ class ReusePolicy(RetentionPolicy):
 
     def class_of(self, turn: RestingTurn) -> Hashable:
         """See ``RetentionPolicy``."""
-        return turn_class(turn.tenant, turn.ended, turn.tool, turn.last_gap, turn.output_tokens)
+        turns = turn_class(turn.tenant, turn.ended, turn.tool, turn.last_gap, turn.output_tokens)
+        self._estimator.note(turns)
+        return turns
 
     def worth(self, turns: Hashable, resting: float) -> float:
         """See ``RetentionPolicy``."""

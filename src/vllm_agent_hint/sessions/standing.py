@@ -55,6 +55,9 @@ class _Place:
         """Whether that is because all of it has been offered."""
 
 
+_End = tuple[float, tuple[float, int], bool, _Place]
+"""What the session at an end of a class is worth, its order, whether it is the last, its place."""
+
 _order: Callable[[_Place], tuple[float, int]] = attrgetter("order")
 
 
@@ -241,11 +244,14 @@ class Standing:
         counts: Callable[[Session], bool] | None = None,
     ) -> Iterator[_Place]:
         """As ``in_order``. Only the ends of a class are asked what they are worth."""
-        heap: list[tuple[float, tuple[float, int], bool, _Place]] = []
+        heap: list[_End] = []
         for kind in kinds:
             for queue in self._classes[kind].values():
                 ends = (False,) if len(queue.places) == 1 else (False, True)
-                heap += [e for last in ends if (e := self._end(queue, now, counts, last=last))]
+                for last in ends:
+                    end = self._end(queue, now, counts, last=last)
+                    if end is not None:
+                        heap.append(end)
         heapify(heap)
         while heap:
             _, _, last, place = heap[0]
@@ -264,7 +270,7 @@ class Standing:
         counts: Callable[[Session], bool] | None,
         *,
         last: bool,
-    ) -> tuple[float, tuple[float, int], bool, _Place] | None:
+    ) -> "_End | None":
         """The first or the last of a class that counts, behind what it is worth."""
         if counts is None:
             place = queue.places[-last] if queue.places else None
@@ -273,8 +279,14 @@ class Standing:
             place = next((place for place in places if counts(place.session)), None)
         if place is None:
             return None
-        worth = self._policy.worth(queue.turns, max(0.0, now - place.order[0]))
-        return worth, place.order, last, place
+        order = place.order
+        resting = now - order[0]
+        return (
+            self._policy.worth(queue.turns, resting if resting > 0.0 else 0.0),
+            order,
+            last,
+            place,
+        )
 
     def _last_of_family(self, place: _Place) -> _Place:
         for child in place.session.children:

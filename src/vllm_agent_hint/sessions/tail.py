@@ -43,6 +43,10 @@ def iter_tail_first(layouts: Sequence[GroupLayout], chains: Sequence[Chain]) -> 
 
     Their tails may end in the meantime, so that some of what it yields is there no more.
     """
+    if len(chains) == 1 and not layouts[0].is_checkpoint:
+        for position in range(len(chains[0]) - 1, -1, -1):
+            yield chains[0], position
+        return
     for _, _, group, position in _merged(layouts, chains, 0):
         yield chains[group], position
 

@@ -14,11 +14,12 @@ from vllm_agent_hint.cli.bench.pools import (
     fill,
     fresh_hashes,
     key_of,
+    prefix_of,
     record,
     record_sessions,
 )
 from vllm_agent_hint.cli.bench.ticks import PREFILL_BLOCKS, scheduler_of
-from vllm_agent_hint.sessions.lineage import LOST, RecordedPrefix
+from vllm_agent_hint.sessions.lineage import LOST
 from vllm_agent_hint.settings import Settings
 
 RESTING_SESSIONS: Final = 1_000
@@ -40,7 +41,7 @@ def pressure_allocation(*, pairs: int) -> Measured:
     singles = _compare([1] * SINGLE_BLOCKS, pairs)
     return Measured.of(
         chunks,
-        chunk_ms=chunks.ours_us * PREFILL_BLOCKS / 1e3,
+        added_ms=(chunks.ours_us - chunks.stock_us) * PREFILL_BLOCKS / 1e3,
         single_blocks=singles.median,
         single_block_us=singles.ours_us,
     )
@@ -94,12 +95,16 @@ class _PressedPool(_StockPool):
         )
         scheduler.agent_hint.sam = self._sam
         for number in range(RESTING_SESSIONS):
-            self._turn_has_ended(number)
+            # Again, so that all have come back once: else those that do would be of new classes.
+            name = f"session-{number}"
+            chain = self._sam.sessions[key_of(name)].lineage.chains[0]
+            self._come_back(number, [self.pool.blocks[i] for i in chain.block_ids])
 
-    def _turn_has_ended(self, number: int) -> None:
-        tools = (f"tool-{number % CLASSES}",)
-        key = key_of(f"session-{number}")
-        self._sam.turn_ended(key, "", "tool_call", tools, time.monotonic())
+    def _come_back(self, number: int, blocks: list[Any]) -> None:
+        """A turn of a session with all of its blocks, which calls the tool of its class."""
+        name, now = f"session-{number}", time.monotonic()
+        record(self._sam, name, prefix_of(blocks), now)
+        self._sam.turn_ended(key_of(name), "", "tool_call", (f"tool-{number % CLASSES}",), now)
 
     def give_back(self, allocated: list[Any]) -> None:
         """To the sessions that have lost as many."""
@@ -109,10 +114,6 @@ class _PressedPool(_StockPool):
             chain = self._sam.sessions[key_of(name)].lineage.chains[0]
             if LOST not in chain.block_ids:
                 continue
-            held = [
-                self.pool.blocks[i] if i != LOST else next(blocks) for i in chain.block_ids
-            ]
-            prefix = RecordedPrefix([b.block_id for b in held], [b.block_hash for b in held])
-            record(self._sam, name, prefix, time.monotonic())
-            self._turn_has_ended(number)
+            held = [self.pool.blocks[i] if i != LOST else next(blocks) for i in chain.block_ids]
+            self._come_back(number, held)
         assert self.pool.num_retained_blocks == RESTING_SESSIONS * BLOCKS_EACH
