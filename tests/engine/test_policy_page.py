@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 
-from tests.engine.test_policy import CALLS, DONE, lost, make_engine, press, tell
 from tests.engine.rig import hinted
+from tests.engine.test_policy import CALLS, DONE, lost, make_engine, press, tell
 from vllm_agent_hint.hookspecs import plugins
 from vllm_agent_hint.kvcache import queue
 from vllm_agent_hint.sessions import reuse
