@@ -131,7 +131,7 @@ class Settings(BaseSettings):
         "tenant that has most is forgotten.",
     )
     protected_share: float = Field(
-        default=0.8,
+        default=1.0,
         ge=0.0,
         le=1.0,
         description="Share of the pool's blocks that sessions may associate with themselves. "

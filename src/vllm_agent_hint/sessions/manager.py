@@ -217,7 +217,7 @@ class SessionAwareManager:
         clipping = Clipping()
         if lineage is not None:
             if succeeded and not session.had_company and not live.intent.is_sibling:
-                for other in [other for other in session.lineages if other is not lineage]:
+                for other in continuation.passed_by(session, lineage):
                     self._supersede(other, prefixes)
             clipping = self._record(lineage, prefixes, renewed, now, replaces=replaces)
             if succeeded:
@@ -669,10 +669,15 @@ class SessionAwareManager:
         self.releases.add(release)
 
     def _supersede(self, lineage: Lineage, by: Sequence[RecordedPrefix]) -> None:
-        """A session has gone on with another prompt: what that does not share is over."""
+        """A session has gone on with another prompt: what that does not share is over.
+
+        One that shares nothing was another agent's, under the same name.
+        """
         session = lineage.session
         hashes = [prefix.hashes if prefix.logical is None else [] for prefix in by]
         shared = continuation.shared_tokens(lineage, hashes, self._layouts)
+        if not shared and any(hashes):
+            return
         for group, chain in enumerate(lineage.chains):
             if chain.logical is None:
                 first = shared // self._layouts[group].block_size

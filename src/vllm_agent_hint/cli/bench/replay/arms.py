@@ -21,9 +21,9 @@ from vllm_agent_hint.settings import GiveWay
 TENANT: Final = ""
 DEFAULT_END_DELAY: Final = 60.0
 
-TTL_AFTER: Final = {"tool_use": 300.0, "end_turn": 60.0}
+TTL_AFTER: Final = {"tool_use": 3600.0, "end_turn": 600.0}
 """Seconds for which a turn's prompt is kept, by its stop reason."""
-TTL_OTHERWISE: Final = 60.0
+TTL_OTHERWISE: Final = 600.0
 
 
 class Knowledge(StrEnum):
