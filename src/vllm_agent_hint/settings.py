@@ -178,6 +178,11 @@ class Settings(BaseSettings):
         description="Where a block whose lease has expired enters its new zone: back keeps its "
         "turn behind the blocks that are there, front makes it the next to be reused.",
     )
+    superseded_enters: Placement = Field(
+        default=Placement.FRONT,
+        description="Where a block enters that a later turn of its session does not repeat: front "
+        "makes it the next to be reused, back the last of the ordinary ones.",
+    )
     release_slice: int = Field(
         default=128,
         ge=1,

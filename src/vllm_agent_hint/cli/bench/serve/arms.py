@@ -90,6 +90,22 @@ ARMS: Final = {
             voice=Voice(ttl=TtlSaid.FIRST_TURN),
         ),
         Arm(
+            "no-superseded",
+            "a superseded tail waits for its turn behind everybody's",
+            environment={f"{ENV_PREFIX}SUPERSEDED_ENTERS": "back"},
+        ),
+        Arm(
+            "lru",
+            "who has rested longest gives way first, whatever is known of its return",
+            environment={f"{ENV_PREFIX}GIVE_WAY": "lru"},
+        ),
+        Arm(
+            "auto",
+            "the session's name and nothing else; the server sees how turns end",
+            voice=Voice(ttl=TtlSaid.NEVER),
+            environment={f"{ENV_PREFIX}AUTO": "1"},
+        ),
+        Arm(
             "shadow",
             "accounts are kept, no order is changed",
             environment={f"{ENV_PREFIX}SHADOW": "1"},
@@ -102,7 +118,7 @@ ARMS: Final = {
         Arm(UNHINTED, "the plugin on, and nobody says anything", voice=_SILENT),
     )
 }
-"""``hints`` is ``hints-evict`` without evict. The release of superseded tails has no flag."""
+"""``hints`` is ``hints-evict`` without evict."""
 
 SPOKEN_ARMS: Final = ("hints", "hints-evict")
 """Those that differ by what is said alone."""
