@@ -1090,7 +1090,9 @@ FAULTS: Final = (
         file="sessions/standing.py",
         old="        insort(self.places, place, key=_order)",
         new="        self.places.append(place)",
-        tests=("unit/test_standing.py", BOUNDED_SESSIONS),
+        tests=(
+            "unit/test_standing.py::test_what_becomes_known_late_keeps_the_time_since_when_a_session_rests",
+        ),
     ),
     Fault(
         "only who has rested longest is asked",
