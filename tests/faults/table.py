@@ -1088,9 +1088,11 @@ FAULTS: Final = (
         "late facts put a session behind the others",
         breaks="a session stands where it began to rest, whatever becomes known later",
         file="sessions/standing.py",
-        old="        insort(self.places, place, key=_order)",
-        new="        self.places.append(place)",
-        tests=("unit/test_standing.py", BOUNDED_SESSIONS),
+        old="        order = (session.rested_at, next(self._numbers))",
+        new="        order = (float(next(self._numbers)), 0)",
+        tests=(
+            "unit/test_standing.py::test_what_becomes_known_late_keeps_the_time_since_when_a_session_rests",
+        ),
     ),
     Fault(
         "only who has rested longest is asked",

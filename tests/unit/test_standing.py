@@ -84,6 +84,7 @@ def order(engine: PlainEngine, *, leased: bool = False) -> list[str]:
     """Names of the sessions that stand, as they would leave one after another."""
     names: list[str] = []
     for session in engine.sam.standing.in_order(engine.now, leased=leased):
+        assert session.key.session_id not in names, "it has left"
         names.append(session.key.session_id)
         engine.sam.standing.leave(session)
     return names
