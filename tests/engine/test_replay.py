@@ -318,7 +318,7 @@ def test_hints_are_turn_and_lifecycle_sixty_seconds_late() -> None:
 
 
 def test_what_sam_has_counted_is_reported() -> None:
-    workload = agents_beside_a_flood("end_turn", back_at=400.0)
+    workload = agents_beside_a_flood("end_turn", back_at=1000.0)
     cache_of = build_cache("hints", workload, ChainHashes(workload.num_ids), 12)
     assert cache_of is not None
     replayed = replay_open_loop(workload, cache_of, lambda _: None)
