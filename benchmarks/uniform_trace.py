@@ -3,8 +3,8 @@
     python benchmarks/uniform_trace.py > uniform.jsonl
 
 It is long because chance is all that tells policies apart: with 150,000 requests the hit share of
-one still wanders by a tenth of a point. A context does not grow, and no turn says how it ended. No order of giving way is better than
-another here, so a policy that falls behind stock does harm.
+one still wanders by a tenth of a point. A context does not grow, and no turn says how it ended. No
+order of giving way is better than another here, so a policy that falls behind stock does harm.
 """
 
 import json
