@@ -390,22 +390,23 @@ class NaiveSam:
         ]
 
     def _pass_by(self, session: NaiveSession, context: Context, tables: list[Blocks]) -> None:
-        """Two turns with another prompt, the second of which begins as it does, end one."""
+        """Two turns with another prompt, the second a shorter one that begins alike, end one."""
         context.turns_passed = 0
         kept = []
         for other in session.contexts:
             if other is not context:
                 other.turns_passed += 1
-            over = other.turns_passed >= 2 and (not other or self._begins_alike(other, tables))
+            over = other.turns_passed >= 2 and (not other or self._is_replaced(other, tables))
             if other is context or not over:
                 kept.append(other)
         session.contexts = kept
 
-    def _begins_alike(self, context: Context, tables: list[Blocks]) -> bool:
+    def _is_replaced(self, context: Context, tables: list[Blocks]) -> bool:
         dense = [g for g, layout in enumerate(self.layouts) if not layout.is_checkpoint]
         if not any(tables[g] for g in dense):
             return True
-        return any(
+        is_longer = any(len(context.records[g]) > len(tables[g]) for g in dense)
+        return is_longer and any(
             0 in context.records[g]
             and 0 in tables[g]
             and context.records[g][0].hash == self.port.blocks[tables[g][0]].hash

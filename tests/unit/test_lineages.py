@@ -182,6 +182,13 @@ def test_a_compaction_lets_the_old_context_go_where_nobody_ran_beside_it(
     assert set(counts(engine, "system: a long history")[-1:]) == {0}
 
 
+def test_a_prompt_that_is_no_shorter_ends_no_other(engine: PlainEngine) -> None:
+    engine.turn(A, "system: do this", ttl=300.0)
+    for pages in ("system: do that", "system: do that, on", "system: do that, on and on"):
+        engine.turn(A, pages, ttl=300.0)
+    assert min(counts(engine, "system: do this")) >= 1
+
+
 def test_an_agent_that_shares_no_block_with_the_main_one_never_ends_its_context(
     engine: PlainEngine,
 ) -> None:

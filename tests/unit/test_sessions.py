@@ -207,12 +207,12 @@ def test_equal_ids_of_other_tenants_and_salts_are_other_sessions(engine: PlainEn
 def test_a_turn_that_rewinds_lets_go_of_the_tail_that_it_does_not_share(
     engine: PlainEngine,
 ) -> None:
-    engine.turn(A, "wxyz", ttl=60.0)
+    engine.turn(A, "wxyzst", ttl=60.0)
     old = engine.blocks_of(A)
     engine.turn(A, "wxvu")
-    assert engine.counts_of(old) == [2, 2, 1, 1], "it may come back yet"
+    assert engine.counts_of(old) == [2, 2, 1, 1, 1, 1], "it may come back yet"
     engine.turn(A, "wxvut")
-    assert engine.counts_of(old) == [1, 1, 0, 0]
+    assert engine.counts_of(old) == [1, 1, 0, 0, 0, 0]
     assert engine.blocks_of(A)[:2] == old[:2]
     assert engine.deadlines_of(A) == [60.0] * 5
 
@@ -704,10 +704,10 @@ def test_a_rewind_at_the_bound_has_the_room_of_the_tail_that_it_lets_go_of(
 ) -> None:
     engine = PlainEngine(num_blocks=11, settings=Settings(**bound))
     engine.turn(A, "wxyz", ttl=60.0)
-    engine.turn(A, "wxvu")
+    engine.turn(A, "wxv")
     engine.sam.counters.clipped.clear()
-    engine.turn(A, "wxvu")
-    assert engine.deadlines_of(A) == [60.0] * 4
+    engine.turn(A, "wxv")
+    assert engine.deadlines_of(A) == [60.0] * 3
     assert not engine.sam.counters.clipped
 
 

@@ -672,14 +672,19 @@ class SessionAwareManager:
         self.releases.add(release)
 
     def _supersede(self, lineage: Lineage, by: Sequence[RecordedPrefix]) -> None:
-        """A session has gone on with another prompt: what that does not share is over.
+        """A session has gone on with another prompt: what that does not share may be over.
 
-        One that shares nothing was another agent's, under the same name.
+        One that shares nothing was another agent's, under the same name. And a compaction or a
+        rewind is shorter than what it replaces.
         """
         session = lineage.session
         hashes = [prefix.hashes if prefix.logical is None else [] for prefix in by]
         shared = continuation.shared_tokens(lineage, hashes, self._layouts)
-        if len(lineage) and not shared and any(hashes):
+        is_longer = any(
+            chain.logical is None and len(chain) > len(new)
+            for chain, new in zip(lineage.chains, hashes, strict=True)
+        )
+        if len(lineage) and any(hashes) and not (shared and is_longer):
             return
         for group, chain in enumerate(lineage.chains):
             if chain.logical is None:
