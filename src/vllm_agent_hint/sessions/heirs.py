@@ -25,6 +25,11 @@ class Estate:
     heir: Session | None = None
     prolonged: set[Session] = field(default_factory=set)
 
+    def deadline_at(self, token: int) -> float:
+        """The deadline that its leases gave a block that begins at a token; 0.0 if none did."""
+        covering = (d for _, end, d in self.leases if end is None or token < end)
+        return max(covering, default=0.0)
+
     @property
     def whole_lease(self) -> tuple[float, float] | None:
         """``(ttl, deadline)`` of its only lease, if that covers all."""
@@ -91,7 +96,7 @@ class Heirs:
             block_id = chain.block_ids[position]
             if block_id == LOST or self._ledger.is_exclusive(chain, position):
                 continue
-            if not self._needs_heir(chain, position):
+            if not self._needs_heir(estate, chain, position):
                 continue
             earlier = self._earlier_heir(estate, block_id)
             if earlier is None:
@@ -105,14 +110,19 @@ class Heirs:
             positions = [new.position_of(index) for index in logical]
             self._ledger.renew(new, positions, estate.lineage.latest_written)
 
-    def _needs_heir(self, chain: Chain, position: int) -> bool:
-        """Whether somebody without a claim uses a block that nobody else protects as well."""
+    def _needs_heir(self, estate: Estate, chain: Chain, position: int) -> bool:
+        """Whether somebody without a claim uses a block that nobody else protects as well.
+
+        What the estate gave it counts, too: an earlier heir of the same session may have written
+        less to the block already.
+        """
         if not self._ledger.is_used_without_claim(chain, position):
             return False
         block_id = chain.block_ids[position]
         if self._ledger.index.is_held_only_by(chain, block_id):
             return True
-        deadline = self._ledger.port.ttl_expire_at(block_id)
+        first_token = chain.logical_index(position) * self._ledger.layouts[chain.group].block_size
+        deadline = max(self._ledger.port.ttl_expire_at(block_id), estate.deadline_at(first_token))
         return self._ledger.deadline_of_others(chain, block_id) < deadline
 
     def _earlier_heir(self, estate: Estate, block_id: int) -> Session | None:
