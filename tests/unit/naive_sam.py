@@ -505,9 +505,11 @@ class NaiveSam:
             if session.live or session.is_freed:
                 continue
             due = [claim for claim in session.claims if is_due(claim.comes_up)]
-            if len(due) == 1 and session.claims == due and self._has_busy_child(session):
-                due[0].waits = not is_due(due[0].deadline + self.leader_wait)
-                due = [] if due[0].waits else due
+            due.sort(key=lambda claim: claim.comes_up)
+            if due and len(due) == len(session.claims) and self._has_busy_child(session):
+                last = due[-1]
+                last.waits = not is_due(last.deadline + self.leader_wait)
+                due = due[:-1] if last.waits else due
             has_ended |= bool(due)
             if due:
                 self._end_claims(session, due, now)
@@ -548,7 +550,9 @@ class NaiveSam:
         if not session.claims:
             latest = max(claim.deadline for claim in due)
             self._rest(session, latest)
-            session.idle_until = max(latest + self.idle_seconds, now)
+            holds = any(session.contexts)
+            idle = self.associated_seconds if holds else self.idle_seconds
+            session.idle_until = max(latest + idle, now)
 
     def _has_busy_child(self, session: NaiveSession) -> bool:
         return any(s.parent is session and s.is_busy for s in self.sessions.values())

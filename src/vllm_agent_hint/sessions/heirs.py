@@ -16,18 +16,20 @@ class Estate:
     Args:
         lineage: The context.
         leases: How it was protected, as ``(ttl, end_token, deadline)``.
+        written: The deadlines that its blocks carry for it, as ``(end_token, deadline)``.
         idle_until: When its session would have been given up, if it had no lease.
     """
 
     lineage: Lineage
     leases: list[tuple[float, int | None, float]]
+    written: list[tuple[int | None, float]]
     idle_until: float
     heir: Session | None = None
     prolonged: set[Session] = field(default_factory=set)
 
     def deadline_at(self, token: int) -> float:
-        """The deadline that its leases gave a block that begins at a token; 0.0 if none did."""
-        covering = (d for _, end, d in self.leases if end is None or token < end)
+        """The deadline that a block carries for it which begins at a token; 0.0 if none."""
+        covering = (d for end, d in self.written if end is None or token < end)
         return max(covering, default=0.0)
 
     @property
@@ -86,6 +88,7 @@ class Heirs:
                 (lease.ttl, lease.end_token, lease.deadline if lease.is_armed else now + lease.ttl)
                 for lease in lineage.leases
             ],
+            [(lease.end_token, lease.deadline) for lease in lineage.leases],
             idle.due_at if idle.is_armed else now + self._idle_seconds,
         )
 
