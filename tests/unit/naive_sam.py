@@ -143,6 +143,8 @@ class NaiveSam:
         self.port = port
         self.layouts = layouts
         self.associated_seconds = associated_seconds
+        self.ending: NaiveRequest | None = None
+        """What it held since its preemption counts as the session's while its end is recorded."""
         self.idle_seconds = idle_seconds
         self.renew = renew
         self.sessions: dict[Hashable, NaiveSession] = {}
@@ -160,6 +162,8 @@ class NaiveSam:
     def contexts(self) -> list[Context]:
         sessions = self.sessions.values()
         held = [request.held for s in sessions for request in s.live if request.held]
+        if self.ending is not None and self.ending.held:
+            held.append(self.ending.held)
         return [context for s in sessions for context in s.contexts] + held
 
     def owners(self, block: int) -> list[tuple[Context, int, int]]:
@@ -299,7 +303,9 @@ class NaiveSam:
         if context is None:
             self._rest(session, now)
             return
+        self.ending = request
         self._record(context, tables, num_hits, wanted, now, replaces=replaces)
+        self.ending = None
         if succeeded and not session.had_company and not request.intent.is_sibling:
             self._pass_by(session, context, tables)
         if succeeded:
