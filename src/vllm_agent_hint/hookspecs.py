@@ -4,12 +4,16 @@ Hooks are asked when an engine is built, never per request, block or step.
 """
 
 from functools import cache
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pluggy
 
 from vllm_agent_hint.sessions.policy import ReleasePolicy
 from vllm_agent_hint.settings import Settings
+
+if TYPE_CHECKING:
+    from vllm_agent_hint.pooling.capability import SupportsSessionAwareKVManagement
+    from vllm_agent_hint.pooling.store import Store
 
 PROJECT: Final = "vllm_agent_hint"
 
@@ -24,6 +28,16 @@ class HookSpecs:
     def agent_hint_release_policy(self, settings: Settings) -> ReleasePolicy | None:
         """Where released blocks enter the free queue; None leaves it to the next plugin."""
 
+    @hookspec(firstresult=True)
+    def agent_hint_kv_management(
+        self, connector: Any, settings: Settings
+    ) -> "SupportsSessionAwareKVManagement | None":
+        """Session-aware management by a KV connector itself; None leaves it to the next plugin."""
+
+    @hookspec(firstresult=True)
+    def agent_hint_kv_store(self, scheduler: Any, connector: Any) -> "Store | None":
+        """An adapter through which ours manages a KV connector that has no management itself."""
+
 
 class Defaults:
     """What holds where no other plugin answers."""
@@ -31,6 +45,20 @@ class Defaults:
     @hookimpl(trylast=True)
     def agent_hint_release_policy(self, settings: Settings) -> ReleasePolicy:
         return ReleasePolicy(expired=settings.expired_enters)
+
+    @hookimpl(trylast=True)
+    def agent_hint_kv_management(
+        self, connector: Any, settings: Settings
+    ) -> "SupportsSessionAwareKVManagement | None":
+        from vllm_agent_hint.pooling.capability import SupportsSessionAwareKVManagement
+
+        return connector if isinstance(connector, SupportsSessionAwareKVManagement) else None
+
+    @hookimpl(trylast=True)
+    def agent_hint_kv_store(self, scheduler: Any, connector: Any) -> "Store | None":
+        from vllm_agent_hint.pooling.adapters import store_for
+
+        return store_for(scheduler, connector)
 
 
 @cache
@@ -47,3 +75,19 @@ def release_policy(settings: Settings) -> ReleasePolicy:
     """Ask for the release policy."""
     policy: ReleasePolicy = plugins().hook.agent_hint_release_policy(settings=settings)
     return policy
+
+
+def kv_management(connector: Any, settings: Settings) -> "SupportsSessionAwareKVManagement | None":
+    """Ask who manages a connector's content by session."""
+    found: SupportsSessionAwareKVManagement | None = plugins().hook.agent_hint_kv_management(
+        connector=connector, settings=settings
+    )
+    return found
+
+
+def kv_store(scheduler: Any, connector: Any) -> "Store | None":
+    """Ask for an adapter to a connector."""
+    found: Store | None = plugins().hook.agent_hint_kv_store(
+        scheduler=scheduler, connector=connector
+    )
+    return found

@@ -69,6 +69,12 @@ SEAMS: Final = (
         is_wrapper=False,
     ),
     Seam(
+        "vllm.v1.engine.core",
+        "EngineCoreProc.__init__",
+        "vllm_agent_hint.engine.waking:init_engine_core",
+        "keep-alive in a KV connector while the engine idles",
+    ),
+    Seam(
         "vllm.v1.metrics.stats",
         "SchedulerStats",
         "vllm_agent_hint.seams:add_statistics_field",

@@ -14,10 +14,10 @@ from vllm.v1.kv_offload.base import (
     LookupResult,
 )
 
+from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.pooling.tier.files import ChunkFolder
 from vllm_agent_hint.pooling.tier.manager import (
     NOT_IN_HOST,
-    Claim,
     SessionAwareOffloadingManager,
     TierSpec,
 )

@@ -4,7 +4,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, Final
 
 from vllm.v1.kv_offload.base import (
@@ -15,20 +14,13 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
+from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.pooling.tier.files import ChunkFile, ChunkFolder
 
 NOT_IN_HOST: Final = -1
 """Chunk id of what lies in the directory only."""
 
 _WRITING: Final = -1
-
-
-class Claim(IntEnum):
-    """Who wants a chunk; those that nobody wants go first, those of a live session last."""
-
-    DEAD = 0
-    ORDINARY = 1
-    PROTECTED = 2
 
 
 class TierSpec(CPULoadStoreSpec):

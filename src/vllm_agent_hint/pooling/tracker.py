@@ -1,0 +1,140 @@
+"""Which session has registered which content, and which content is whose alone."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from vllm_agent_hint.pooling.capability import Content
+from vllm_agent_hint.sessions.intent import SessionKey
+
+
+@dataclass(slots=True)
+class Registration:
+    """The contexts of one session that a store may hold.
+
+    Args:
+        contents: Latest last; of each prompt that the session runs side by side.
+        keep_until: Monotonic seconds until which they are kept alive.
+        version: Grows with each turn.
+    """
+
+    contents: list[Content]
+    keep_until: float = 0.0
+    version: int = 0
+
+    @property
+    def latest(self) -> Content:
+        return self.contents[-1]
+
+
+class SessionKeyTracker:
+    """Contents by session, and how many contents hold each hash.
+
+    Bounded by hashes, counted once per content: above the bound the session that was registered
+    longest ago is dropped. All methods are O(hashes that they name).
+
+    Args:
+        max_hashes: The bound.
+    """
+
+    def __init__(self, max_hashes: int) -> None:
+        self._max_hashes = max_hashes
+        self._sessions: dict[SessionKey, Registration] = {}
+        self._owners: Counter[bytes] = Counter()
+        self._size = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __contains__(self, session: SessionKey) -> bool:
+        return session in self._sessions
+
+    def __iter__(self) -> Iterator[SessionKey]:
+        return iter(self._sessions)
+
+    @property
+    def num_tracked(self) -> int:
+        """Distinct hashes."""
+        return len(self._owners)
+
+    @property
+    def num_shared(self) -> int:
+        """Hashes beyond the first owner of each, as a number of owners."""
+        return self._size - len(self._owners)
+
+    def get(self, session: SessionKey) -> Registration | None:
+        return self._sessions.get(session)
+
+    def register(
+        self, session: SessionKey, content: Content, keep_until: float, *, at_most: int
+    ) -> list[bytes]:
+        """Note a session's latest context, in place of those that it goes on with.
+
+        A context goes on with an earlier one if it begins with at least half of it; what it has
+        not in common with that is no longer the session's.
+
+        Args:
+            session: Whose.
+            content: What a request has left.
+            keep_until: Monotonic seconds.
+            at_most: Contexts that the session runs side by side; the oldest give way.
+
+        Returns:
+            Hashes that nobody has registered any more.
+        """
+        found = self._sessions.pop(session, None) or Registration([])
+        self._sessions[session] = found
+        kept = [c for c in found.contents if not _goes_on_with(content, c)]
+        dropped = [c for c in found.contents if _goes_on_with(content, c)]
+        kept.append(content)
+        dropped += kept[: -max(1, at_most)]
+        found.contents = kept[-max(1, at_most) :]
+        found.keep_until = max(found.keep_until, keep_until)
+        found.version += 1
+        self._add(content)
+        orphans = self._drop(dropped)
+        while self._size > self._max_hashes and len(self._sessions) > 1:
+            orphans += self.forget(next(iter(self._sessions)))
+        return orphans
+
+    def forget(self, session: SessionKey) -> list[bytes]:
+        """The session has given up its contexts.
+
+        Returns:
+            Hashes that nobody has registered any more.
+        """
+        found = self._sessions.pop(session, None)
+        return [] if found is None else self._drop(found.contents)
+
+    def owned_alone(self, session: SessionKey) -> list[bytes]:
+        """Hashes that no other session has registered, first to last of each context."""
+        found = self._sessions.get(session)
+        if found is None:
+            return []
+        own = Counter(h for content in found.contents for h in content.hashes)
+        return [h for h, count in own.items() if self._owners[h] == count]
+
+    def _add(self, content: Content) -> None:
+        self._owners.update(content.hashes)
+        self._size += len(content.hashes)
+
+    def _drop(self, contents: Iterable[Content]) -> list[bytes]:
+        orphans: list[bytes] = []
+        for content in contents:
+            self._size -= len(content.hashes)
+            for h in content.hashes:
+                left = self._owners[h] - 1
+                if left:
+                    self._owners[h] = left
+                else:
+                    del self._owners[h]
+                    orphans.append(h)
+        return orphans
+
+
+def _goes_on_with(content: Content, earlier: Content) -> bool:
+    """A hash stands for all before it, so one comparison in the middle decides."""
+    half = max(0, -(-len(earlier.hashes) // 2) - 1)
+    return not earlier.hashes or (
+        half < len(content.hashes) and content.hashes[half] == earlier.hashes[half]
+    )
