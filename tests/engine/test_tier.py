@@ -158,6 +158,18 @@ def test_a_deleted_chunk_is_gone_at_once_or_as_soon_as_it_has_been_read() -> Non
     assert store(manager, "x", "y") == []
 
 
+def test_a_deleted_chunk_that_was_claimed_leaves_no_trace() -> None:
+    manager = Manager(1)
+    store(manager, "a")
+    manager.claim(keys("a"), Claim.PROTECTED)
+
+    manager.delete(keys("a"))
+
+    assert manager.num_resident == manager.num_busy == 0
+    assert store(manager, "b") == []
+    assert store(manager, "c") == keys("b")
+
+
 def test_a_reset_forgets_every_chunk_and_every_transfer() -> None:
     manager = Manager(2)
     store(manager, "a")
@@ -250,6 +262,21 @@ def test_a_throttled_save_has_left_the_cache_when_it_is_submitted() -> None:
     assert torch.equal(cache[5:7], before[1:3])
 
 
+def test_who_waits_for_a_load_may_use_its_chunk_for_something_else_at_once() -> None:
+    clock = Clock()
+    worker, cache = make_worker(clock, load_bytes_per_second=16.0)
+    before = cache.clone()
+    worker.submit_store(1, gpu([1, 2]), TierSpec([0], []))
+    worker.submit_load(2, TierSpec([0], []), gpu([7, 8]))
+
+    worker.wait({2})
+    worker.submit_store(3, gpu([4, 5]), TierSpec([0], []))
+
+    assert clock.now == 101.0
+    assert torch.equal(cache[7:9], before[1:3])
+    assert {result.job_id for result in worker.get_finished()} == {1, 2, 3}
+
+
 # -- files -----------------------------------------------------------------------------------------
 
 
@@ -297,6 +324,7 @@ def test_a_damaged_file_fails_its_blocks_and_no_others(tmp_path: Path, damage: s
 
     assert [result.success for result in worker.get_finished()] == [True]
     assert worker.take_failed_loads() == {2: {9, 10}}
+    assert not paths[1].exists(), "nobody shall try it again"
     assert torch.equal(cache[7:9], before[1:3])
     assert torch.equal(cache[9:11], before[9:11])
 

@@ -104,14 +104,13 @@ class RemoteSessions:
         handle.when_done(lambda outcome: done(_result(edit, outcome)))
 
     def evict(
-        self, key: SessionKey, edit: Edit, local: EditResult, done: Callable[[EditResult], None]
-    ) -> None:
+        self, key: SessionKey, edit: Edit, done: Callable[[EditResult], None]
+    ) -> Callable[[EditResult], None]:
         """See ``RemoteKV``."""
         self.loads.drop(key, "an evict of the session has overtaken it")
-        handle = self._start(
-            lambda: self.capability.evict(key, Span(edit.start_token, edit.end_token))
-        )
-        handle.when_done(lambda outcome: done(_both(local, outcome)))
+        span = Span(edit.start_token, edit.end_token)
+        handle = self._start(lambda: self.capability.evict(key, span))
+        return lambda local: handle.when_done(lambda outcome: done(_both(local, outcome)))
 
     def session_ended(self, key: SessionKey) -> None:
         """See ``RemoteKV``."""

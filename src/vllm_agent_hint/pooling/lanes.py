@@ -9,37 +9,57 @@ from vllm_agent_hint.sessions.intent import SessionKey
 Start = Callable[[], OperationHandle]
 
 
+class _Lane:
+    """The operations of one session; the first is under way, or about to be."""
+
+    __slots__ = ("is_moving", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[Start, OperationHandle]] = deque()
+        self.is_moving = False
+        """Whether somebody up the stack goes through it: a thousand that end at once are a loop
+        and no recursion."""
+
+
 class Lanes:
     """A session's operations wait for each other. O(1) each."""
 
     def __init__(self) -> None:
-        self._lanes: dict[SessionKey, deque[tuple[Start, OperationHandle]]] = {}
-        """The first of each lane is under way."""
+        self._lanes: dict[SessionKey, _Lane] = {}
 
     def __len__(self) -> int:
         """Operations that are not over."""
-        return sum(map(len, self._lanes.values()))
+        return sum(len(lane.waiting) for lane in self._lanes.values())
 
     def run(self, session: SessionKey, start: Start) -> OperationHandle:
         """Start an operation, at once or after those that the session has asked for before."""
-        outer = OperationHandle()
-        lane = self._lanes.setdefault(session, deque())
-        lane.append((start, outer))
-        if len(lane) == 1:
-            self._start_first(session)
-        return outer
+        handle = OperationHandle()
+        lane = self._lanes.setdefault(session, _Lane())
+        lane.waiting.append((start, handle))
+        if len(lane.waiting) == 1:
+            self._move(session, lane)
+        return handle
 
-    def _start_first(self, session: SessionKey) -> None:
-        start, outer = self._lanes[session][0]
+    def _move(self, session: SessionKey, lane: _Lane) -> None:
+        if lane.is_moving:
+            return
+        lane.is_moving = True
+        while lane.waiting:
+            start, handle = lane.waiting[0]
+            inner = start()
+            if inner.outcome is None:
+                inner.when_done(lambda outcome: self._first_is_over(session, lane, outcome))
+                break
+            lane.waiting.popleft()
+            handle.finish(inner.outcome)
+        lane.is_moving = False
+        if not lane.waiting:
+            self._lanes.pop(session, None)
 
-        def over(outcome: Outcome) -> None:
-            lane = self._lanes[session]
-            lane.popleft()
-            if not lane:
-                del self._lanes[session]
-            outer.finish(outcome)
-            # What it has called back may have started another one in an empty lane.
-            if lane and self._lanes.get(session) is lane:
-                self._start_first(session)
-
-        start().when_done(over)
+    def _first_is_over(self, session: SessionKey, lane: _Lane, outcome: Outcome) -> None:
+        _, handle = lane.waiting.popleft()
+        # Whoever it calls back may ask for more, which goes behind what waits.
+        lane.is_moving = True
+        handle.finish(outcome)
+        lane.is_moving = False
+        self._move(session, lane)

@@ -198,6 +198,8 @@ class SessionAwarePoolingManager:
 
     def _settle_saves(self) -> None:
         for save in list(self._saves):
+            if save not in self._saves:
+                continue  # What was waiting for another one has settled it meanwhile.
             is_late = self.now - save.began_at > self._settings.transfer_seconds
             busy = any(
                 self._ask(self.store.is_saving, save_id, default=False)

@@ -410,7 +410,7 @@ class SessionAwareManager:
             remote.transfer(key, edit, done)
             return
         if remote is not None and not edit.include_children:
-            done = partial(self._evict_elsewhere, remote, key, edit, done)
+            done = remote.evict(key, edit, done)
         if edit.type is not EditType.EVICT:
             reason = self.why_no_remote
             if not self._settings.pooling:
@@ -433,16 +433,6 @@ class SessionAwareManager:
             else:
                 self._evict(session, eviction, now)
             eviction.close()
-
-    @staticmethod
-    def _evict_elsewhere(
-        remote: RemoteKV,
-        key: SessionKey,
-        edit: Edit,
-        done: Callable[[EditResult], None],
-        local: EditResult,
-    ) -> None:
-        remote.evict(key, edit, local, done)
 
     def release_offloaded(
         self, key: SessionKey, edit: Edit, now: float, done: Callable[[], object]

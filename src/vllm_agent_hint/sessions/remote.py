@@ -14,9 +14,13 @@ class RemoteKV(Protocol):
         """Run an ``offload`` or a ``prefetch``; ``done`` gets the result, now or later."""
 
     def evict(
-        self, key: SessionKey, edit: Edit, local: EditResult, done: Callable[[EditResult], None]
-    ) -> None:
-        """An ``evict`` has ended what is local; end what lies elsewhere, and say both."""
+        self, key: SessionKey, edit: Edit, done: Callable[[EditResult], None]
+    ) -> Callable[[EditResult], None]:
+        """Begin to end what an ``evict`` finds elsewhere.
+
+        Returns:
+            Takes the result of the local part; ``done`` gets that of both once both are there.
+        """
 
     def session_ended(self, key: SessionKey) -> None:
         """Nobody wants what the session has anywhere."""

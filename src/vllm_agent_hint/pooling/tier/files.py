@@ -60,7 +60,8 @@ class ChunkFile:
                 aside.unlink()
 
     def read(self, rank: int, length: int) -> bytes:
-        """
+        """A file that is damaged is deleted, so that it is not asked for again and again.
+
         Raises:
             DamagedChunkError: There is no such chunk that could be used.
         """
@@ -74,6 +75,7 @@ class ChunkFile:
             zlib.crc32(content),
             length,
         ):
+            _unlink(self.path(rank))
             raise DamagedChunkError(f"{self.name} is not what was written")
         return content
 

@@ -218,15 +218,14 @@ class SessionAwareOffloadingManager(OffloadingManager):
         keys = list(keys)
         deleted = set()
         for key in keys:
-            self._claims.pop(key, None)
             chunk = self._chunks.get(key)
-            if chunk is None or chunk.is_doomed:
-                continue
-            deleted.add(key)
-            if chunk.readers == 0:
-                self._drop(key)
-            else:
-                chunk.is_doomed = True
+            if chunk is not None and not chunk.is_doomed:
+                deleted.add(key)
+                if chunk.readers == 0:
+                    self._drop(key)
+                else:
+                    chunk.is_doomed = True
+            self._claims.pop(key, None)
         if self.folder is not None:
             deleted.update(key for key in keys if self.folder.delete((key,)))
         return len(deleted)
@@ -277,7 +276,7 @@ class SessionAwareOffloadingManager(OffloadingManager):
         claim = self._claim(key)
         self._idle[claim].pop(key, None)
         if claim is Claim.DEAD:
-            del self._claims[key]
+            self._claims.pop(key)
         self._free.append(chunk.chunk_id)
 
     def _victims(self, wanted: int, spared: set[bytes]) -> list[bytes]:

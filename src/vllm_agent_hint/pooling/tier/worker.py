@@ -46,6 +46,8 @@ class _Job:
     is_load: bool
     contents: list[bytes]
     """Of a save: what goes into the files."""
+    is_finished: bool = False
+    """Whether it has happened and is only to be reported."""
 
 
 class TorchTierWorker(OffloadingWorker):
@@ -93,6 +95,11 @@ class TorchTierWorker(OffloadingWorker):
             for tensor in kv_caches.tensors
         ]
 
+    @property
+    def num_groups(self) -> int:
+        """KV cache groups."""
+        return len(self._kv_caches.group_data_refs)
+
     # -- what vLLM asks ------------------------------------------------------------------------
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
@@ -123,21 +130,26 @@ class TorchTierWorker(OffloadingWorker):
         finished: list[TransferResult] = []
         waiting: deque[_Job] = deque()
         for job in self._jobs:
-            if job.due_at > now:
+            if job.due_at > now and not job.is_finished:
                 waiting.append(job)
                 continue
-            self._finish(job)
+            if not job.is_finished:
+                self._finish(job)
             seconds = max(now - job.started_at, 0.0)
             finished.append(TransferResult(job.job_id, True, job.num_bytes, seconds))
         self._jobs = waiting
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """See ``OffloadingWorker``: until the blocks of these jobs may be used for others."""
+        """See ``OffloadingWorker``: until blocks and chunks of these jobs may be used anew.
+
+        A save has its blocks' content already, in its chunks if there is room for it.
+        """
         for job in self._jobs:
-            if job.job_id in job_ids and job.is_load:
+            if job.job_id in job_ids and job.is_load and not job.is_finished:
                 self._sleep(max(0.0, job.due_at - self._clock()))
-                job.due_at = 0.0
+                self._finish(job)
+                job.is_finished = True
 
     def shutdown(self) -> None:
         """See ``OffloadingWorker``."""
