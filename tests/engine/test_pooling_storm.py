@@ -89,6 +89,8 @@ class Storm:
         self.engine.scheduler.reset_prefix_cache(
             reset_connector=not self.engine.faults.is_silent and self.random.random() < 0.3
         )
+        # Stock's connector can't be reset twice between two steps.
+        self.engine.step()
 
     def time(self) -> None:
         self.clock.advance(self.random.choice([0.1, 1.0, 6.0, 70.0]))

@@ -205,3 +205,29 @@ def test_an_idle_engine_keeps_what_a_session_has_in_the_store_alive(
         os.utime(file, (1, 1))
     time.sleep(0.8)
     assert all(file.stat().st_mtime == 1 for file in files), "the session is orphaned"
+
+
+def test_what_transfers_have_done_stands_in_the_metrics(serve: Serve) -> None:
+    server = serve("qwen3-small", with_connector(40))
+    shared = tokens(1_280, 1)
+    server.complete([*shared, *tokens(500, 2)], HINT)
+    server.complete([*shared, *tokens(500, 3)], {**HINT, "session_id": "other"})
+    edit(server, "agent", "offload")
+    flood(server)
+    edit(server, "agent", "prefetch")
+    edit(server, "agent", "evict")
+
+    def total(name: str, **labels: str) -> float:
+        return server.metrics().total(f"vllm:agent_hint_{name}", **labels)
+
+    assert total("remote_tracked_keys") == 13
+    assert total("remote_shared_keys") == 0
+    assert total("remote_evictions_total") == 3
+    assert total("remote_orphaned_keys_total") == 3
+    assert total("edits_total", operation="offload", status="applied") == 1
+    assert total("transfer_seconds_count", operation="prefetch") == 1
+    block_bytes = total("transfer_bytes_total", operation="offload") / 13
+    assert block_bytes > 0
+    # The shared part never left: the other session protects it.
+    assert total("transfer_bytes_total", operation="prefetch") == 3 * block_bytes
+    assert total("prefetches_loading") == total("prefetches_waiting") == 0

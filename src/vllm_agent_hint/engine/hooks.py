@@ -376,7 +376,10 @@ class EngineHooks:
 
     def statistics(self) -> dict[str, Any]:
         """See ``take_statistics``; each event is handed out once."""
-        return take_statistics(self.sam, self.manager.block_pool, self.slices)
+        taken = take_statistics(self.sam, self.manager.block_pool, self.slices)
+        if self.remote is not None:
+            taken["remote"] = self.remote.statistics()
+        return taken
 
     def drop_sessions(self, where: str) -> None:
         """Go on without sessions: no block is marked, the free queue is plain LRU."""

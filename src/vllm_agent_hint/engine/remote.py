@@ -6,7 +6,7 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, Concatenate, ParamSpec
 
 from vllm_agent_hint.engine.loads import LoadQueue
@@ -97,6 +97,7 @@ class RemoteSessions:
     def transfer(self, key: SessionKey, edit: Edit, done: Callable[[EditResult], None]) -> None:
         """See ``RemoteKV``."""
         span = Span(edit.start_token, edit.end_token)
+        self._set_time()
         start = (
             self.capability.offload if edit.type is EditType.OFFLOAD else self.capability.prefetch
         )
@@ -126,6 +127,10 @@ class RemoteSessions:
     def keeps(self, key: SessionKey, now: float) -> bool:
         """See ``RemoteKV``."""
         return not self.reason and self.spm is not None and self.spm.keeps(key, now)
+
+    def knows(self, key: SessionKey) -> bool:
+        """Whether something of a session lies elsewhere, though it may never have been here."""
+        return not self.reason and self.spm is not None and self.spm.knows(key)
 
     def _start(self, start: Callable[[], OperationHandle]) -> OperationHandle:
         if self.reason:
@@ -232,6 +237,44 @@ class RemoteSessions:
             self.drop("asking where a session is")
             found = Residency()
         return {"tokens": found.tokens, "local": found.local, "remote": found.remote}
+
+    def statistics(self) -> dict[str, Any]:
+        """Gauges as they are, events since the last time; plain data for msgpack."""
+        taken, self.counters = self.counters, PoolingCounters()
+        self.loads.counters = self.counters
+        tracker = None
+        if self.spm is not None:
+            self.spm.counters = self.counters
+            tracker = self.spm.tracker
+        return {
+            "remote_tracked_keys": 0 if tracker is None else tracker.num_tracked,
+            "remote_shared_keys": 0 if tracker is None else tracker.num_shared,
+            "prefetches_waiting": self.loads.num_waiting,
+            "prefetches_loading": self.loads.num_loading,
+            "remote_orphaned_keys": taken.orphaned_keys,
+            "keep_alives": taken.keep_alives,
+            "keep_alive_losses": taken.keep_alive_losses,
+            "remote_evictions": taken.remote_evictions,
+            "transfer_failures": taken.failures,
+            "transfer_back_pressure": taken.back_pressure,
+            "transfer_bytes": {
+                "offload": taken.saved_tokens * self._bytes_per_token,
+                "prefetch": taken.loaded_tokens * self._bytes_per_token,
+            },
+            "queue_seconds": taken.queue_seconds,
+            "transfer_seconds": [list(one) for one in taken.transfer_seconds],
+        }
+
+    @cached_property
+    def _bytes_per_token(self) -> int:
+        """Of the groups that keep something for every token."""
+        groups = self._manager.kv_cache_config.kv_cache_groups
+        layouts = self._manager.group_layouts()
+        return sum(
+            group.kv_cache_spec.page_size_bytes * len(group.layer_names) // layout.block_size
+            for group, layout in zip(groups, layouts, strict=True)
+            if not layout.is_checkpoint
+        )
 
     @_outlives_pooling
     def pause_changed(self, *, is_paused: bool) -> None:

@@ -142,7 +142,9 @@ def _accounted(
 ) -> Content | Future[Content]:
     """Run an operation whose results can be asked for while it runs, and afterwards."""
     assert hooks.sam is not None
-    is_known = call.key in hooks.sam.sessions
+    is_known = call.key in hooks.sam.sessions or (
+        hooks.remote is not None and hooks.remote.knows(call.key)
+    )
 
     def content(results: list[EditResult]) -> Content:
         if call.operation_id and not any(map(_is_pending, results)):

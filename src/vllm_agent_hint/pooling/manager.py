@@ -20,6 +20,7 @@ from vllm_agent_hint.pooling.capability import (
 )
 from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.pooling.lanes import Lanes
+from vllm_agent_hint.pooling.manifest import IncompatibleError
 from vllm_agent_hint.pooling.store import Loads, LocalCache, Store, Wish
 from vllm_agent_hint.pooling.tracker import Registration, SessionKeyTracker
 from vllm_agent_hint.sessions.intent import SessionKey
@@ -131,8 +132,9 @@ class SessionAwarePoolingManager:
             Claim.PROTECTED if ttl else Claim.ORDINARY,
             default=None,
         )
-        if ttl and self.next_keep_alive_at == math.inf and not self.why_not(Operation.KEEP_ALIVE):
-            self.next_keep_alive_at = self.now + self._settings.keep_alive_seconds
+        self._note_in_manifest(session)
+        if ttl:
+            self._begin_keep_alive()
 
     def offload(self, session: SessionKey, span: Span) -> OperationHandle:
         """See ``SupportsSessionAwareKVManagement``. Local retention ends once all is saved."""
@@ -171,6 +173,41 @@ class SessionAwarePoolingManager:
             local=self._local.prefix_tokens(content),
             remote=self._loadable_tokens(content),
         )
+
+    # -- the manifest --------------------------------------------------------------------------
+
+    def _note_in_manifest(self, session: SessionKey) -> None:
+        found, manifest = self.tracker.get(session), self.store.manifest
+        if manifest is not None and found is not None:
+            ttl = max(0.0, found.keep_until - self.now)
+            self._ask(manifest.write, session, list(found.contents), ttl, default=None)
+
+    def knows(self, session: SessionKey) -> bool:
+        """Whether a session has registered anything, here or with another server."""
+        manifest = self.store.manifest
+        return session in self.tracker or (manifest is not None and manifest.holds(session))
+
+    def _learn_from_manifest(self, session: SessionKey) -> str:
+        """Take over what another server has noted of a session.
+
+        Returns:
+            Why there is nothing to take over; empty if there was.
+        """
+        if self.store.manifest is None:
+            return _NOTHING_RECORDED
+        try:
+            page = self.store.manifest.read(session)
+        except IncompatibleError as error:
+            return f"incompatible: {error}"
+        if page is None:
+            return _NOTHING_RECORDED
+        for content in page.contents:
+            self.tracker.register(session, content, self.now + page.ttl, at_most=len(page.contents))
+            claim = Claim.PROTECTED if page.ttl else Claim.ORDINARY
+            self._ask(self.store.claim, content.hashes, claim, default=None)
+        if page.ttl:
+            self._begin_keep_alive()
+        return ""
 
     # -- offload -------------------------------------------------------------------------------
 
@@ -255,8 +292,8 @@ class SessionAwarePoolingManager:
         found_now.keep_until = max(found_now.keep_until, horizon)
         for content in found_now.contents:
             self._ask(self.store.claim, content.hashes, Claim.PROTECTED, default=None)
-        if self.next_keep_alive_at == math.inf and not self.why_not(Operation.KEEP_ALIVE):
-            self.next_keep_alive_at = self.now + self._settings.keep_alive_seconds
+        self._note_in_manifest(save.session)
+        self._begin_keep_alive()
         reason = self._local.release(save.session, save.span, lambda: save.handle.finish(outcome))
         if reason:
             save.handle.finish(
@@ -272,9 +309,10 @@ class SessionAwarePoolingManager:
     ) -> OperationHandle:
         if self._gone:
             return _ended(EditStatus.FAILED, self._gone)
+        if session not in self.tracker and (reason := self._learn_from_manifest(session)):
+            return _ended(EditStatus.MISSING, reason)
         found = self.tracker.get(session)
-        if found is None:
-            return _ended(EditStatus.MISSING, _NOTHING_RECORDED)
+        assert found is not None
         wishes = self._wishes(session, found, span, is_guess=is_guess)
         if not wishes:
             return _ended(EditStatus.MISSING, "nothing is recorded for the range")
@@ -335,6 +373,10 @@ class SessionAwarePoolingManager:
                 self.tracker.register(
                     session, content, found.keep_until, at_most=len(found.contents)
                 )
+        if session in self.tracker:
+            self._note_in_manifest(session)
+        elif self.store.manifest is not None:
+            self._ask(self.store.manifest.forget, session, default=None)
         self.counters.orphaned_keys += len(beyond)
         if reason := self.why_not(Operation.EVICT):
             self._ask(self.store.claim, beyond, Claim.DEAD, default=None)
@@ -370,6 +412,10 @@ class SessionAwarePoolingManager:
     def wants_steps(self) -> bool:
         """Whether the scheduler has to step for something to go on."""
         return bool(self._saves)
+
+    def _begin_keep_alive(self) -> None:
+        if self.next_keep_alive_at == math.inf and not self.why_not(Operation.KEEP_ALIVE):
+            self.next_keep_alive_at = self.now + self._settings.keep_alive_seconds
 
     def keep_alive(self, now: float) -> None:
         """Refresh what is due in the store, a slice at a time; see ``next_keep_alive_at``."""

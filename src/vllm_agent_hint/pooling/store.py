@@ -6,6 +6,7 @@ from typing import Protocol
 
 from vllm_agent_hint.pooling.capability import Content, Operation, OperationHandle, Span
 from vllm_agent_hint.pooling.claims import Claim
+from vllm_agent_hint.pooling.manifest import SessionManifest
 from vllm_agent_hint.sessions.intent import SessionKey
 
 
@@ -14,9 +15,11 @@ class Store(Protocol):
 
     Args:
         needs_tokens: Whether its keys are made of tokens, so that contents must hold them.
+        manifest: Where sessions are named for other servers; None where nobody can be told.
     """
 
     needs_tokens: bool
+    manifest: SessionManifest | None
 
     @property
     def name(self) -> str:

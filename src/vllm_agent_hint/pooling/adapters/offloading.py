@@ -8,11 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_agent_hint.pooling.capability import Content, Operation
 from vllm_agent_hint.pooling.claims import Claim
+from vllm_agent_hint.pooling.manifest import SessionManifest
+from vllm_agent_hint.pooling.tier.files import namespace
 from vllm_agent_hint.pooling.tier.manager import SessionAwareOffloadingManager
 
 _PROBE_ID: Final = "agent-hint-probe"
@@ -38,11 +41,28 @@ class OffloadingStore:
         self._sessions: SessionAwareOffloadingManager | None = None
         if isinstance(self._side.manager, SessionAwareOffloadingManager):
             self._sessions = self._side.manager
+        self.manifest = self._open_manifest()
         self._states: dict[str, list[tuple[int, int, int, bytes]]] = {}
         """Of saves that begin with the next step: ``(group, block, end token, its hash)`` of the
         state checkpoints, which the connector takes by hand-over only."""
         self._build_meta = self._side.build_connector_meta
         self._side.build_connector_meta = self._hand_over_states
+
+    def _open_manifest(self) -> SessionManifest | None:
+        folder = None if self._sessions is None else self._sessions.folder
+        if folder is None:
+            return None
+        return SessionManifest(folder.root / "sessions" / folder.group, self._hash_scheme)
+
+    def _hash_scheme(self) -> str:
+        config = self._scheduler.vllm_config.cache_config
+        return namespace(
+            {
+                "algorithm": getattr(config, "prefix_caching_hash_algo", None),
+                "begins_with": kv_cache_utils.NONE_HASH.hex(),
+                "unit": self._side.config.tokens_per_hash,
+            }
+        )
 
     @property
     def name(self) -> str:
