@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 from vllm_agent_hint.engine.arrival import ArrivedHint, take_hint
 from vllm_agent_hint.engine.edits import EditOperations
 from vllm_agent_hint.engine.operations import OperationStore
-from vllm_agent_hint.engine.remote import RemoteSessions, why_no_remote
+from vllm_agent_hint.engine.remote import NoAdapterError, RemoteSessions, why_no_remote
 from vllm_agent_hint.engine.scheduler_stats import FIELD
 from vllm_agent_hint.engine.statistics import MAX_SLICES, take_hinted_tokens, take_statistics
 from vllm_agent_hint.hints import (
@@ -135,6 +135,8 @@ class EngineHooks:
                 remote = RemoteSessions(scheduler, self.sam, settings)
                 self.manager.loads = remote.loads
                 self.remote = self.sam.remote = remote
+        except NoAdapterError as error:
+            reason = str(error)
         except Exception as error:
             self.remote = self.sam.remote = None
             reason = f"using its KV connector failed: {error!r}"

@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec
 from vllm_agent_hint.engine.loads import LoadQueue
 from vllm_agent_hint.engine.waking import Waker
 from vllm_agent_hint.hints import EditResult, EditStatus, EditType
-from vllm_agent_hint.hookspecs import kv_management
+from vllm_agent_hint.hookspecs import kv_management, kv_store
 from vllm_agent_hint.pooling.capability import (
     Content,
     Operation,
@@ -54,6 +54,10 @@ def _outlives_pooling(
     return guarded
 
 
+class NoAdapterError(Exception):
+    """Nobody knows how to use a connector for sessions."""
+
+
 class RemoteSessions:
     """One scheduler's sessions in its KV connector. A ``RemoteKV`` and a ``LocalCache``.
 
@@ -75,19 +79,22 @@ class RemoteSessions:
         self.reason = ""
         """Why the connector is not used any more; empty while it is."""
         self.counters = PoolingCounters()
-        self.loads = LoadQueue(scheduler, settings, self._adopt, self.counters)
         self.waker: Waker | None = None
         """Wakes the engine; None where that can't be done."""
         self._resumes = Resumes()
-        self.loads.on_load = self._resumes.note_load
         self.capability: SupportsSessionAwareKVManagement
         self.spm: SessionAwarePoolingManager | None = None
         direct = kv_management(scheduler.connector, settings)
         if direct is not None:
+            self.loads = LoadQueue(scheduler, settings, self._adopt, self.counters)
             self.capability = direct
             return
-        store = store_of(scheduler, settings)
-        assert store is not None
+        store = kv_store(scheduler, scheduler.connector)
+        if store is None:
+            name = type(scheduler.connector).__name__
+            raise NoAdapterError(f"there is no adapter for {name}")
+        self.loads = LoadQueue(scheduler, settings, self._adopt, self.counters)
+        self.loads.on_load = self._resumes.note_load
         spm = SessionAwarePoolingManager(store, self, self.loads, settings, time.monotonic())
         spm.counters = self.counters
         self.capability = self.spm = spm
@@ -406,16 +413,7 @@ def why_no_remote(scheduler: Any, settings: Settings) -> str:
     connector = getattr(scheduler, "connector", None)
     if connector is None:
         return "no KV connector is in use"
-    if kv_management(connector, settings) is None and store_of(scheduler, settings) is None:
-        return f"there is no adapter for {type(connector).__name__}"
     return ""
-
-
-def store_of(scheduler: Any, settings: Settings) -> Any:
-    """The adapter for a scheduler's connector, if there is one."""
-    from vllm_agent_hint.hookspecs import kv_store
-
-    return kv_store(scheduler, scheduler.connector)
 
 
 def _result(edit: Edit, outcome: Outcome) -> EditResult:

@@ -11,19 +11,19 @@ from vllm_agent_hint.sessions.intent import SessionKey
 
 
 class Store(Protocol):
-    """One connector, seen from a session. Its own errors may come out of any method.
-
-    Args:
-        needs_tokens: Whether its keys are made of tokens, so that contents must hold them.
-        manifest: Where sessions are named for other servers; None where nobody can be told.
-    """
-
-    needs_tokens: bool
-    manifest: SessionManifest | None
+    """One connector, seen from a session. Its own errors may come out of any method."""
 
     @property
     def name(self) -> str:
         """Of the connector, for messages."""
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether its keys are made of tokens, so that contents must hold them."""
+
+    @property
+    def manifest(self) -> SessionManifest | None:
+        """Where sessions are named for other servers; None where nobody can be told."""
 
     def why_not(self, operation: Operation) -> str:
         """Why an operation is never possible; empty if it is."""

@@ -1,5 +1,6 @@
 """One adapter per KV connector of vLLM; the only files that know what a connector looks like."""
 
+from functools import partial
 from typing import Any
 
 from vllm_agent_hint.pooling.store import Store
@@ -17,4 +18,12 @@ def store_for(scheduler: Any, connector: Any) -> Store | None:
         from vllm_agent_hint.pooling.adapters.offloading import OffloadingStore
 
         return OffloadingStore(scheduler, connector)
+    if "MooncakeStoreConnector" in names:
+        from vllm_agent_hint.pooling.adapters.mooncake import MooncakeStore
+
+        return MooncakeStore(scheduler, connector)
+    if "MultiConnector" in names:
+        from vllm_agent_hint.pooling.adapters.multi import multi_store
+
+        return multi_store(connector._connectors, partial(store_for, scheduler))
     return None
