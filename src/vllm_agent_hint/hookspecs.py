@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pluggy
 
-from vllm_agent_hint.sessions.policy import ReleasePolicy
+from vllm_agent_hint.sessions.policy import RetentionPolicy, policy_of
 from vllm_agent_hint.settings import Settings
 
 if TYPE_CHECKING:
@@ -25,8 +25,11 @@ class HookSpecs:
     """The hooks."""
 
     @hookspec(firstresult=True)
-    def agent_hint_release_policy(self, settings: Settings) -> ReleasePolicy | None:
-        """Where released blocks enter the free queue; None leaves it to the next plugin."""
+    def agent_hint_retention_policy(self, settings: Settings) -> RetentionPolicy | None:
+        """Who gives way first, what is protected, and where released blocks enter the free queue.
+
+        Asked for each engine, which gets an object of its own; None leaves it to the next plugin.
+        """
 
     @hookspec(firstresult=True)
     def agent_hint_kv_management(
@@ -43,8 +46,8 @@ class Defaults:
     """What holds where no other plugin answers."""
 
     @hookimpl(trylast=True)
-    def agent_hint_release_policy(self, settings: Settings) -> ReleasePolicy:
-        return ReleasePolicy(expired=settings.expired_enters)
+    def agent_hint_retention_policy(self, settings: Settings) -> RetentionPolicy:
+        return policy_of(settings)
 
     @hookimpl(trylast=True)
     def agent_hint_kv_management(
@@ -71,9 +74,9 @@ def plugins() -> pluggy.PluginManager:
     return manager
 
 
-def release_policy(settings: Settings) -> ReleasePolicy:
-    """Ask for the release policy."""
-    policy: ReleasePolicy = plugins().hook.agent_hint_release_policy(settings=settings)
+def retention_policy(settings: Settings) -> RetentionPolicy:
+    """Ask for the retention policy."""
+    policy: RetentionPolicy = plugins().hook.agent_hint_retention_policy(settings=settings)
     return policy
 
 

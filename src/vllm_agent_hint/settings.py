@@ -19,6 +19,14 @@ class Placement(StrEnum):
     BACK = "back"
 
 
+class GiveWay(StrEnum):
+    """Who gives way first when there is not room for all."""
+
+    REUSE = "reuse"
+    DEADLINE = "deadline"
+    LRU = "lru"
+
+
 class Settings(BaseSettings):
     """Read once per process from ``VLLM_AGENT_HINT`` and ``VLLM_AGENT_HINT_*``."""
 
@@ -50,6 +58,16 @@ class Settings(BaseSettings):
         default=False,
         description="1 keeps every account (sessions, leases, zones, metrics) and changes no "
         "order: blocks are reused exactly as without hints.",
+    )
+    auto: bool = Field(
+        default=False,
+        description="1 learns from what the server itself sees of a session's turns: how an answer "
+        "ended, and which tool it called. A hint always wins.",
+    )
+    capture: bool = Field(
+        default=False,
+        description="1 lets whoever may call this server's API record its traffic with "
+        "`vllm-agent-hint capture`: hashes and times of all tenants' requests, never text.",
     )
     max_sessions: int = Field(
         default=10_000,
@@ -117,8 +135,19 @@ class Settings(BaseSettings):
         ge=0.0,
         le=1.0,
         description="Share of the pool's blocks that sessions may associate with themselves. "
-        "Above it the lease that is due soonest gives way, then the newcomer is clipped from "
-        "its tail.",
+        "Above it others give way (see GIVE_WAY), then the newcomer is clipped from its tail.",
+    )
+    give_way: GiveWay = Field(
+        default=GiveWay.REUSE,
+        description="Who gives way first when blocks run out or the protected share is full: "
+        "reuse, the session that is least likely to come back soon (docs/policy.md); deadline, "
+        "the lease due soonest; lru, the one that has rested longest. Sessions without a lease "
+        "always go before those with one.",
+    )
+    given_way_enters: Placement = Field(
+        default=Placement.FRONT,
+        description="Where a block that has given way to the protected share enters: front makes "
+        "it the next to be reused, back the last of the ordinary ones.",
     )
     tenant_share: float = Field(
         default=1.0,

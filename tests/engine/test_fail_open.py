@@ -366,6 +366,11 @@ def look_at_the_time(engine: Engine) -> None:
     engine.step()
 
 
+def tell(engine: Engine) -> None:
+    facts = {"op": "facts", "session_id": "a", "ended": "cut"}
+    agent_hint_rpc(SimpleNamespace(scheduler=engine.scheduler), facts)
+
+
 def run_short(engine: Engine) -> None:
     """Another session holds what ordinary blocks can't cover."""
     engine.serve(prompt(9, 32), hint=hinted("d", 60.0))
@@ -386,6 +391,7 @@ TRIGGERS: dict[str, Callable[[Engine], None]] = {
     "pool_short": run_short,
     "pool_reset": reset,
     "report": report,
+    "turn_facts": tell,
 }
 """What makes vLLM call each hook."""
 
@@ -396,8 +402,13 @@ ASK_NO_SAM = {
     "request_complete",
     "statistics",
     "drop_sessions",
+    "traffic_arrived",
+    "traffic_complete",
+    "traffic_ended",
+    "traffic_explained",
 }
-"""They look a request up, hand on what a guarded caller asks for, or are the guard itself."""
+"""They look a request up, hand on what a guarded caller asks for, or are the guard itself; what
+records traffic has a guard of its own, see ``test_capture``."""
 
 HOOKS = sorted(
     name

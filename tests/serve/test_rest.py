@@ -87,6 +87,9 @@ def test_openapi_shows_every_route_with_its_models_and_errors(server: TestServer
         (f"{ROOT}/sessions/{{session_id}}", "post"),
         (f"{ROOT}/sessions/{{session_id}}", "delete"),
         (f"{ROOT}/operations/{{operation_id}}", "get"),
+        (f"{ROOT}/capture", "post"),
+        (f"{ROOT}/capture", "get"),
+        (f"{ROOT}/capture", "delete"),
     }
     for path, item in ours.items():
         for method, operation in item.items():

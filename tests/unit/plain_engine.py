@@ -77,6 +77,7 @@ class PlainEngine:
             self.port.on_gone = self.naive.content_gone
         self.port.on_reuse = self.sam.ledger.blocks_reused
         self.port.on_shortage = lambda n: self.sam.release_due(self.now, n)
+        self.port.on_choice = lambda zone, n: self.sam.give_way(self.now, n, leased=zone == 2)
 
     # -- requests --------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ class PlainPort:
         self.on_gone: Callable[[int], None] = lambda _: None
         """Told of every block whose content is gone."""
         self.on_shortage: Callable[[int], None] = lambda _: None
+        self.on_choice: Callable[[int, int], object] = lambda _zone, _number: None
 
     # -- BlockMetaPort -----------------------------------------------------------------------------
 
@@ -62,6 +63,18 @@ class PlainPort:
 
     def ttl_expire_at(self, block_id: int) -> float:
         return self.blocks[block_id].deadline
+
+    def is_free(self, block_id: int) -> bool:
+        return block_id in self.free
+
+    def reuse_next(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        chosen = [block_id for block_id, _ in blocks]
+        assert len(set(chosen)) == len(chosen), "a block was named twice"
+        for block_id, block_hash in blocks:
+            assert self.blocks[block_id].hash == block_hash, "the content is another"
+            assert self.blocks[block_id].is_retained
+            assert block_id in self.free
+        self.free = chosen + [i for i in self.free if i not in chosen]
 
     def cached_block(self, block_hash: bytes) -> tuple[int, bytes] | None:
         holders = self.cached.get(block_hash)
@@ -113,6 +126,9 @@ class PlainPort:
             return None
         if all(self.blocks[i].is_retained for i in self.free):
             self.on_shortage(1)
+        zone = min(_zone(self.blocks[i]) for i in self.free)
+        if zone:
+            self.on_choice(zone, 1)
         block_id = min(self.free, key=lambda i: _zone(self.blocks[i]))
         self.lose(block_id)
         self.blocks[block_id].hash = block_hash

@@ -8,7 +8,7 @@ from tests.unit.plain_engine import EVICT, PlainEngine, Request
 from tests.unit.session_invariants import check_invariants, check_nothing_left
 from vllm_agent_hint.hints import EditStatus, EditType
 from vllm_agent_hint.sessions.intent import Edit, Protection, SessionIntent, SessionKey
-from vllm_agent_hint.settings import Settings
+from vllm_agent_hint.settings import GiveWay, Settings
 
 LEADER = SessionKey("", None, "leader")
 WORKER = SessionKey("", None, "worker")
@@ -104,7 +104,8 @@ def test_evicting_the_worker_ends_the_wait(engine: PlainEngine) -> None:
 
 
 def test_a_worker_that_gives_way_ends_the_wait() -> None:
-    engine = PlainEngine(num_blocks=41, settings=Settings(protected_share=0.5))
+    settings = Settings(protected_share=0.5, give_way=GiveWay.DEADLINE)
+    engine = PlainEngine(num_blocks=41, settings=settings)
     engine.turn(LEADER, "leader's", ttl=5.0)
     work = child_of(engine, "leader", ttl=600.0)
     engine.run(work, "worker")

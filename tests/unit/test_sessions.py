@@ -21,7 +21,7 @@ from vllm_agent_hint.sessions.lineage import (
     compare,
     eviction_order,
 )
-from vllm_agent_hint.settings import Settings
+from vllm_agent_hint.settings import GiveWay, Settings
 
 A = SessionKey("", None, "a")
 B = SessionKey("", None, "b")
@@ -647,7 +647,8 @@ def test_records_beyond_the_bound_are_clipped_from_the_newcomers_tail() -> None:
 
 
 def test_the_lease_that_is_due_soonest_gives_way_to_a_newcomer() -> None:
-    engine = PlainEngine(num_blocks=11, settings=Settings(protected_share=0.5))
+    settings = Settings(protected_share=0.5, give_way=GiveWay.DEADLINE)
+    engine = PlainEngine(num_blocks=11, settings=settings)
     engine.turn(A, "xyz", ttl=300.0)
     engine.turn(B, "uv", ttl=60.0)
     engine.turn(C, "w", ttl=5.0)

@@ -81,6 +81,32 @@ def demo_server(
 
 
 @app.command()
+def capture(
+    out: Annotated[Path, typer.Option(help="The trace; compressed if it ends with .gz.")],
+    url: Annotated[str, typer.Option(help="Of the server.")] = "http://127.0.0.1:8000",
+    seconds: Annotated[
+        float | None, typer.Option(min=0.0, help="For how long. Default: until Ctrl-C.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="VLLM_API_KEY", show_envvar=True, help="Where the server has one."),
+    ] = None,
+) -> None:
+    """Record a running server's traffic for `bench replay`: hashes and times, never text.
+
+    The server has to run with VLLM_AGENT_HINT_CAPTURE=1. Requests need no hint to be recorded.
+    """
+    from vllm_agent_hint.cli.capture.reader import CaptureError
+    from vllm_agent_hint.cli.capture.run import record, summary
+
+    try:
+        totals = record(url, out, seconds, api_key)
+    except (CaptureError, OSError) as error:
+        sys.exit(f"the capture ended: {error}")
+    print(f"{out}: {summary(totals)}")
+
+
+@app.command()
 def flags() -> None:
     """Print every environment variable as a Markdown table."""
     from vllm_agent_hint.cli.flags import flags_table

@@ -11,8 +11,10 @@ from typing import Any, Concatenate, Final, ParamSpec
 from vllm.v1.request import RequestStatus
 
 from vllm_agent_hint.engine.arrival import ArrivedHint, take_hint
+from vllm_agent_hint.engine.capture import TrafficCapture
 from vllm_agent_hint.engine.edits import EditOperations
 from vllm_agent_hint.engine.operations import OperationStore
+from vllm_agent_hint.engine.origins import origin_of
 from vllm_agent_hint.engine.remote import NoAdapterError, RemoteSessions, why_no_remote
 from vllm_agent_hint.engine.scheduler_stats import FIELD
 from vllm_agent_hint.engine.statistics import MAX_SLICES, take_hinted_tokens, take_statistics
@@ -23,12 +25,13 @@ from vllm_agent_hint.hints import (
     RetentionResult,
     parse_agent_hint,
 )
-from vllm_agent_hint.hookspecs import release_policy
-from vllm_agent_hint.kvcache.block import AgentKVCacheBlock
+from vllm_agent_hint.hookspecs import retention_policy
+from vllm_agent_hint.kvcache.block import AgentKVCacheBlock, Zone
 from vllm_agent_hint.kvcache.manager import KVCacheManagerMixin, TrackedRequest
 from vllm_agent_hint.kvcache.pool import AgentBlockPool
 from vllm_agent_hint.kvcache.queue import AgentFreeKVCacheBlockQueue
-from vllm_agent_hint.sessions.intent import SessionIntent
+from vllm_agent_hint.sessions.facts import TurnFacts
+from vllm_agent_hint.sessions.intent import SessionIntent, SessionKey
 from vllm_agent_hint.sessions.manager import SessionAwareManager
 from vllm_agent_hint.settings import load_settings
 from vllm_agent_hint.stamp import DEFAULT_TENANT, Stamp
@@ -61,6 +64,29 @@ def _outlives_sam(
     return guarded
 
 
+def _spares_the_engine(
+    hook: Callable[Concatenate["EngineHooks", TrafficCapture, float, P], None],
+) -> Callable[Concatenate["EngineHooks", P], None]:
+    """Record traffic while somebody reads it; a fault ends the capture and nothing else."""
+
+    @wraps(hook)
+    def guarded(self: "EngineHooks", /, *args: P.args, **kwargs: P.kwargs) -> None:
+        capture = self.capture
+        if capture is None:
+            return
+        now = time.monotonic()
+        try:
+            if capture.has_lapsed(now):
+                self.capture = None
+            else:
+                hook(self, capture, now, *args, **kwargs)
+        except Exception:
+            self.capture = None
+            logger.exception("vllm-agent-hint: recording traffic failed; the capture is over")
+
+    return guarded
+
+
 class EngineHooks:
     """Between one scheduler and one SAM. Also the observer of the scheduler's block pool.
 
@@ -84,6 +110,8 @@ class EngineHooks:
         """Of management calls whose edits are not done yet."""
         self.remote: RemoteSessions | None = None
         """Sessions in the scheduler's KV connector, if it has one that can be used."""
+        self.capture: TrafficCapture | None = None
+        """Records all traffic, unhinted too; None while nobody has asked for it."""
         self.is_paused = False
         """Whether no step is to be expected."""
         self.has_news = True
@@ -117,7 +145,7 @@ class EngineHooks:
             manager.group_layouts(),
             settings,
             time.monotonic(),
-            release_policy(settings),
+            retention_policy(settings),
         )
         manager.on_served = self.request_served
         manager.on_fault = self.drop_sessions
@@ -210,9 +238,8 @@ class EngineHooks:
         A stop string is found by the front end, which then aborts the request here. It names such
         a request twice (see ``frontend.stops``); stock takes the ids as a set.
         """
-        for request_id, times in Counter(request_ids).items():
-            if times > 1:
-                self.request_complete(request_id)
+        for request_id in _named_twice(request_ids):
+            self.request_complete(request_id)
 
     def request_complete(self, request_id: str) -> None:
         """However the request ends now, it has come to a regular end."""
@@ -250,6 +277,8 @@ class EngineHooks:
             self.manager.recorded_prefixes(request),
             time.monotonic(),
             succeeded=_has_succeeded(request, tracked),
+            output_tokens=request.num_output_tokens,
+            operation_id="" if tracked.stamp is None else tracked.stamp.operation_id,
         )
         if self.remote is not None and _has_succeeded(request, tracked):
             self.remote.request_recorded(request, tracked.live)
@@ -314,6 +343,51 @@ class EngineHooks:
         if self.sam.num_open_edits:
             self.sam.finish_releases()
 
+    # -- all traffic, while somebody records it --------------------------------------------------
+
+    @_spares_the_engine
+    def traffic_arrived(
+        self, capture: TrafficCapture, now: float, request: Any, arrived: ArrivedHint | None
+    ) -> None:
+        """A request has been added, with or without a hint."""
+        capture.request_added(request.request_id, origin_of(request, arrived), now)
+
+    @_spares_the_engine
+    def traffic_complete(self, capture: TrafficCapture, now: float, request_ids: list[str]) -> None:
+        """See ``requests_complete``."""
+        for request_id in _named_twice(request_ids):
+            capture.request_complete(request_id)
+
+    @_spares_the_engine
+    def traffic_ended(self, capture: TrafficCapture, now: float, request: Any) -> None:
+        """A request is over. O(blocks of its prompt)."""
+        num_blocks = request.num_prompt_tokens // capture.block_size
+        capture.request_ended(
+            request.request_id,
+            request.block_hashes[:num_blocks],
+            prompt_tokens=request.num_prompt_tokens,
+            output_tokens=request.num_output_tokens,
+            finish=str(request.get_finished_reason()),
+            now=now,
+        )
+
+    @_spares_the_engine
+    def traffic_explained(
+        self, capture: TrafficCapture, now: float, operation_id: str, facts: TurnFacts
+    ) -> None:
+        """See ``turn_facts``."""
+        capture.turn_ended(operation_id, facts)
+
+    # -- facts about a finished turn -------------------------------------------------------------
+
+    @_outlives_sam
+    def turn_facts(self, key: SessionKey, operation_id: str, facts: TurnFacts, now: float) -> None:
+        """The front end has seen how a turn ended; late, twice or never."""
+        assert self.sam is not None
+        self.sam.turn_ended(key, operation_id, facts.ended, facts.tools, now)
+        if self.capture is not None:
+            self.traffic_explained(operation_id, facts)
+
     # -- time ----------------------------------------------------------------------------------
 
     def expire_due(self) -> None:
@@ -352,6 +426,16 @@ class EngineHooks:
         """See ``PoolObserver``. The one other place where the clock is read."""
         assert self.sam is not None
         self.sam.release_due(time.monotonic(), num_blocks)
+
+    def blocks_wanted(self, zone: Zone, num_blocks: int) -> int:
+        """See ``PoolObserver``."""
+        if self.sam is not None:
+            try:
+                leased = zone is Zone.TTL
+                return self.sam.give_way(time.monotonic(), num_blocks, leased=leased)
+            except Exception:
+                self.drop_sessions("blocks_wanted")
+        return 0
 
     @_outlives_sam
     def pool_reset(self) -> None:
@@ -398,10 +482,15 @@ class EngineHooks:
         for answer in list(self.unanswered):
             answer.set_exception(RuntimeError(self.reason))
         self.tracked.clear()
+        self.capture = None
         self.manager.on_served = None
         pool = self.manager.block_pool
         pool.observer = None
         pool.drop_all_meta()
+
+
+def _named_twice(request_ids: list[str]) -> list[str]:
+    return [request_id for request_id, times in Counter(request_ids).items() if times > 1]
 
 
 def _has_succeeded(request: Any, tracked: TrackedRequest) -> bool:

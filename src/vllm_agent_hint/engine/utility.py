@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from typing import Any, Final, Self, TypeVar
 
 from vllm_agent_hint import seams
+from vllm_agent_hint.engine.capture import TrafficCapture
 from vllm_agent_hint.engine.hooks import EngineHooks
 from vllm_agent_hint.hints import ContextEdit, EditResult, EditStatus, EditType
 from vllm_agent_hint.sessions import view
+from vllm_agent_hint.sessions.facts import TurnFacts
 from vllm_agent_hint.sessions.intent import Edit, SessionKey
 from vllm_agent_hint.sessions.lineage import LOST, GroupLayout
 from vllm_agent_hint.sessions.session import Session
+from vllm_agent_hint.settings import load_settings
 from vllm_agent_hint.stamp import DEFAULT_TENANT
 
 Content = dict[str, Any]
@@ -36,6 +39,9 @@ class Call:
         operation_id: Names an operation; empty where nobody will ask for it.
         at_once: Whether the caller can't wait for another step of the engine, as an offline
             engine in the caller's own process can't.
+        facts: How a turn ended; ``unknown`` where the call says nothing of it.
+        capture_id: Names a capture of traffic.
+        capture_key: Of its digests; the front end makes one for all engines.
     """
 
     op: str
@@ -47,6 +53,9 @@ class Call:
     at_once: bool
     limit: int
     after: str | None
+    facts: TurnFacts
+    capture_id: str
+    capture_key: bytes
 
     @classmethod
     def read(cls, payload: Mapping[str, Any]) -> Self:
@@ -61,6 +70,9 @@ class Call:
             at_once=payload.get("at_once", False),
             limit=payload.get("limit", 0),
             after=payload.get("after"),
+            facts=TurnFacts.of(payload.get("ended"), payload.get("tools", ())),
+            capture_id=payload.get("capture_id", ""),
+            capture_key=payload.get("capture_key", b""),
         )
 
     @property
@@ -256,6 +268,56 @@ def _state(hooks: EngineHooks, call: Call, now: float) -> Content:
     return {"state": {"sessions": sum(1 for _ in own), "block_size": block_size}}
 
 
+# -- what the front end has seen -------------------------------------------------------------------
+
+
+def _facts(hooks: EngineHooks, call: Call, now: float) -> Content:
+    """How a turn of a session ended. It may be another engine's, then this one knows none of it."""
+    hooks.turn_facts(call.key, call.operation_id, call.facts, now)
+    return {}
+
+
+# -- recording traffic -----------------------------------------------------------------------------
+
+
+def _capture_start(hooks: EngineHooks, call: Call, now: float) -> Content:
+    """Begin to record all traffic. Adds ``capture``, whose ``state`` is ``running``, ``busy`` with
+    another one, or ``off``."""
+    running = hooks.capture
+    if not load_settings().capture:
+        return {"capture": {"state": "off"}}
+    if running is not None and not running.has_lapsed(now):
+        return {"capture": {"state": "busy"}}
+    block_size = hooks.manager.block_pool.hash_block_size
+    hooks.capture = TrafficCapture(call.capture_id, call.capture_key, block_size, now)
+    return {"capture": {"state": "running", "block_size": block_size}}
+
+
+def _capture_take(hooks: EngineHooks, call: Call, now: float) -> Content:
+    """The next part of what was recorded; see ``TrafficCapture.take``."""
+    running = _own_capture(hooks, call, now)
+    return _NO_CAPTURE if running is None else {"capture": {"state": "running"} | running.take(now)}
+
+
+def _capture_stop(hooks: EngineHooks, call: Call, now: float) -> Content:
+    """End a capture. What was not taken is lost."""
+    running = _own_capture(hooks, call, now)
+    if running is None:
+        return _NO_CAPTURE
+    hooks.capture = None
+    ended = {"dropped": running.num_dropped, "unfinished": running.num_unfinished}
+    return {"capture": {"state": "ended", **ended}}
+
+
+def _own_capture(hooks: EngineHooks, call: Call, now: float) -> TrafficCapture | None:
+    running = hooks.capture
+    if running is None or running.capture_id != call.capture_id or running.has_lapsed(now):
+        return None
+    return running
+
+
+_NO_CAPTURE: Final[Content] = {"capture": {"state": "none"}}
+
 _Run = Callable[[EngineHooks, Call, float], Content | Future[Content]]
 
 _OPERATIONS: Final[dict[str, tuple[_Run, Content]]] = {
@@ -266,6 +328,10 @@ _OPERATIONS: Final[dict[str, tuple[_Run, Content]]] = {
     "show": (_show, {"session": None}),
     "operation": (_operation, {"operation": None}),
     "state": (_state, {"state": None}),
+    "facts": (_facts, {}),
+    "capture_start": (_capture_start, _NO_CAPTURE),
+    "capture_take": (_capture_take, _NO_CAPTURE),
+    "capture_stop": (_capture_stop, _NO_CAPTURE),
 }
 
 

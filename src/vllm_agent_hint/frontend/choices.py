@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Final
 from vllm_agent_hint.frontend.carry import as_client_error
 from vllm_agent_hint.frontend.management import EmptyTurn
 from vllm_agent_hint.frontend.sse import DONE, data_event, report_on_last_chunk
+from vllm_agent_hint.frontend.witnesses import ChoicesWitness
 from vllm_agent_hint.hints import HINT_KEY, HintError
 
 _NO_USAGE: Final = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
@@ -53,6 +54,9 @@ class ChoicesDoor(ABC):
         if getattr(reply, "error", None) is None:
             setattr(reply, HINT_KEY, report)
         return reply
+
+    def witness(self, request: Any, *, can_tell: bool) -> ChoicesWitness:
+        return ChoicesWitness(can_tell=can_tell, num_choices=self.engine_requests(request))
 
     def empty_reply(self, turn: EmptyTurn, report: dict[str, Any]) -> Any:
         return self.response(

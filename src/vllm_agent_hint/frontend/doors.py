@@ -3,22 +3,24 @@
 Each API has a ``Door``, a file of its own that says only what differs: ``chat``, ``batch_chat``,
 ``completion``, ``responses``, ``messages``. The rest is the same for all and stands here: a bad
 hint is refused before anything runs, a management request is answered without the model, any
-other hint waits for ``to_sampling_params``, and the reply says under which name its effects can
-be asked for.
+other hint waits for ``to_sampling_params``, the reply says under which name its effects can be
+asked for, and a watch tells the engines how the turn ended (see ``facts``).
 """
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from vllm_agent_hint.frontend import management
 from vllm_agent_hint.frontend.carry import CarriedHint, carried
+from vllm_agent_hint.frontend.facts import Observed, watch_turn
 from vllm_agent_hint.frontend.fail_open import name_once
 from vllm_agent_hint.frontend.management import Shape
 from vllm_agent_hint.frontend.reading import UnreadHint, read_hint
 from vllm_agent_hint.hints import HintError
 
 
-class Door(Shape, Protocol):
+class Door(Shape, Observed, Protocol):
     """What one API does in its own way."""
 
     def engine_requests(self, request: Any) -> int:
@@ -62,11 +64,18 @@ async def pass_hinted(
         return await wrapped(*args, **kwargs)
     if ours.hint.manages:
         return await management.answer(door, serving, request, raw_request, ours)
+    watch = watch_turn(door, ours, serving, request, raw_request)
     token = carried.set(ours)
     try:
         reply = await wrapped(*args, **kwargs)
+    except asyncio.CancelledError:
+        if watch is not None:
+            watch.client_left()
+        raise
     finally:
         carried.reset(token)
+    if watch is not None:
+        reply = watch.over(reply)
     try:
         return door.with_report(reply, ours.report)
     except Exception:

@@ -10,6 +10,7 @@ from vllm_agent_hint.frontend.identity import SESSION_FIELD
 from vllm_agent_hint.frontend.management import EmptyTurn
 from vllm_agent_hint.frontend.reading import UnreadHint, find_hint
 from vllm_agent_hint.frontend.sse import data_event, report_on_event
+from vllm_agent_hint.frontend.witnesses import MessagesWitness
 from vllm_agent_hint.hints import HINT_KEY, HintError
 
 _ENDING: Final = "message_delta"
@@ -69,6 +70,9 @@ class MessagesDoor:
         if getattr(reply, "error", None) is not None:
             return reply
         return _reporting_message()(**dict(reply), **{HINT_KEY: report})
+
+    def witness(self, request: Any, *, can_tell: bool) -> MessagesWitness:
+        return MessagesWitness(can_tell=can_tell)
 
     def empty_reply(self, turn: EmptyTurn, report: dict[str, Any]) -> Any:
         return _reporting_message()(

@@ -8,6 +8,7 @@ from vllm_agent_hint.frontend.carry import as_client_error, hint_in_body
 from vllm_agent_hint.frontend.doors import arguments, pass_hinted
 from vllm_agent_hint.frontend.management import EmptyTurn
 from vllm_agent_hint.frontend.reading import find_hint
+from vllm_agent_hint.frontend.witnesses import ResponsesWitness
 from vllm_agent_hint.hints import HINT_KEY, HintError
 
 _COMPLETED: Final = "response.completed"
@@ -59,6 +60,9 @@ class ResponsesDoor:
         if getattr(reply, "error", None) is None:
             setattr(reply, HINT_KEY, report)
         return reply
+
+    def witness(self, request: Any, *, can_tell: bool) -> ResponsesWitness:
+        return ResponsesWitness(can_tell=can_tell)
 
     def empty_reply(self, turn: EmptyTurn, report: dict[str, Any]) -> Any:
         response = _empty_response(turn, int(time.time()), "completed")

@@ -21,7 +21,9 @@ from vllm_agent_hint.hints import HintError, as_hint_error
 # As vLLM names them.
 _TYPES: Final = {
     HTTPStatus.BAD_REQUEST: "BadRequestError",
+    HTTPStatus.FORBIDDEN: "PermissionDeniedError",
     HTTPStatus.NOT_FOUND: "NotFoundError",
+    HTTPStatus.CONFLICT: "ConflictError",
     HTTPStatus.INTERNAL_SERVER_ERROR: "InternalServerError",
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
 }

@@ -17,6 +17,7 @@ from starlette.convertors import StringConvertor, register_url_convertor
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from vllm_agent_hint import seams
+from vllm_agent_hint.frontend import capture_routes
 from vllm_agent_hint.frontend.access_log import SESSIONS_PATH, hide_session_ids
 from vllm_agent_hint.frontend.engine_calls import (
     EngineAnswer,
@@ -25,6 +26,7 @@ from vllm_agent_hint.frontend.engine_calls import (
     edit_call,
     merge_results,
 )
+from vllm_agent_hint.frontend.facts import say_whether_tools_are_found
 from vllm_agent_hint.frontend.fail_open import name_once
 from vllm_agent_hint.frontend.merging import merge_lists, merge_operations, merge_sessions
 from vllm_agent_hint.frontend.rest_errors import AgentHintRoute, RefusedError
@@ -82,7 +84,9 @@ def attach(
         tasks = args[1] if len(args) > 1 else kwargs["supported_tasks"]
         if "generate" in tasks:
             app.include_router(router)
+            app.include_router(capture_routes.router)
             hide_session_ids()
+            say_whether_tools_are_found(app.state.args)
     except Exception:
         name_once("attaching /v1/agent_hint failed; the routes are not there")
     return result

@@ -31,6 +31,12 @@ class PoolObserver(Protocol):
     def pool_short(self, num_blocks: int) -> None:
         """Zone A lacks so many blocks for an allocation: release what is due."""
 
+    def blocks_wanted(self, zone: Zone, num_blocks: int) -> int:
+        """So many blocks of a zone of sessions are to be taken: bring the first to its front.
+
+        Returns how many were brought there.
+        """
+
     def pool_reset(self) -> None:
         """The prefix cache was emptied and every scalar is zero."""
 
@@ -49,6 +55,7 @@ class AgentBlockPool(BlockPool):
         self.free_block_queue: AgentFreeKVCacheBlockQueue = AgentFreeKVCacheBlockQueue(self.blocks)
         self.free_block_queue.has_bare_deadlines = False
         self.free_block_queue.on_shortage = self._report_shortage
+        self.free_block_queue.on_choice = self._report_choice
         self.null_block = self.free_block_queue.popleft()
         self.null_block.is_null = True
         self.observer: PoolObserver | None = None
@@ -66,6 +73,20 @@ class AgentBlockPool(BlockPool):
         """See ``BlockMetaPort``."""
         deadline: float = self.blocks[block_id]._ttl_expire_at
         return deadline
+
+    def is_free(self, block_id: int) -> bool:
+        """See ``BlockMetaPort``."""
+        return self.blocks[block_id].prev_free_block is not None
+
+    def reuse_next(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """See ``BlockMetaPort``."""
+        free = [
+            block
+            for block_id, block_hash in blocks
+            if (block := self.blocks[block_id])._block_hash == block_hash
+            and block.prev_free_block is not None
+        ]
+        self.free_block_queue.enter(free, Placement.FRONT)
 
     def cached_block(self, block_hash: bytes) -> tuple[int, bytes] | None:
         """See ``BlockMetaPort``."""
@@ -301,3 +322,6 @@ class AgentBlockPool(BlockPool):
     def _report_shortage(self, num_blocks: int) -> None:
         if self.observer is not None:
             self.observer.pool_short(num_blocks)
+
+    def _report_choice(self, zone: Zone, num_blocks: int) -> int:
+        return 0 if self.observer is None else self.observer.blocks_wanted(zone, num_blocks)

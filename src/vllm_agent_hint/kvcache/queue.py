@@ -1,11 +1,14 @@
 """vLLM's free queue with two boundaries: ordinary blocks, session blocks, protected blocks."""
 
 from collections.abc import Callable, Iterator
+from typing import Final
 
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
 from vllm_agent_hint.kvcache.block import AgentKVCacheBlock, Zone
 from vllm_agent_hint.settings import Placement
+
+_CHOOSE_AT_LEAST: Final = 32
 
 
 class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
@@ -26,6 +29,11 @@ class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
         """Whether a block may have a deadline and no session. False spares a look per block."""
         self.on_shortage: Callable[[int], object] | None = None
         """Called with the number of blocks that zone A falls short of, before B is touched."""
+        self.on_choice: Callable[[Zone, int], int] | None = None
+        """Called with a zone from which so many blocks are to be taken, to bring those to its front
+        that are to go first; says how many it brought."""
+        self._brought = {Zone.SESSION: 0, Zone.TTL: 0}
+        """How many of them are still at the front, if nobody came back for them."""
         self.taken: list[AgentKVCacheBlock] = []
         """Blocks of zones B and C that were given out and that the pool has not reported yet."""
         self._boundary = KVCacheBlock(block_id=-1)
@@ -61,8 +69,15 @@ class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
             blocks += self._take(
                 self.fake_free_list_head, self.fake_free_list_tail, n - len(blocks)
             )
-        for start, end in self._bounds[Zone.SESSION :]:
-            retained = self._take(start, end, n - len(blocks))
+        for zone in (Zone.SESSION, Zone.TTL):
+            missing = n - len(blocks)
+            if not missing:
+                break
+            if self._brought[zone] < missing and self.on_choice is not None:
+                # Some more than are missing: decodes take one block at a time.
+                self._brought[zone] = self.on_choice(zone, max(missing, _CHOOSE_AT_LEAST))
+            retained = self._take(*self._bounds[zone], missing)
+            self._brought[zone] = max(0, self._brought[zone] - len(retained))
             self.taken += retained
             blocks += retained
 
@@ -141,6 +156,7 @@ class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
             _link(node, self._end)
         self.has_sessions = False
         self.taken = []
+        self._brought = dict.fromkeys(self._brought, 0)
 
     def _append_before(self, end: KVCacheBlock, blocks: list[KVCacheBlock]) -> None:
         """Put blocks, in this order, in front of a node. On the path of every free."""

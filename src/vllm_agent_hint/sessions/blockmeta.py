@@ -45,6 +45,16 @@ class BlockMetaPort(Protocol):
     def ttl_expire_at(self, block_id: int) -> float:
         """The deadline that a block carries; 0.0 if none."""
 
+    def is_free(self, block_id: int) -> bool:
+        """Whether no request uses a block."""
+
+    def reuse_next(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """Bring free blocks to the front of the zone that they are in.
+
+        Args:
+            blocks: Ids, and the hash that each must still hold, in the order of reuse.
+        """
+
     def cached_block(self, block_hash: bytes) -> tuple[int, bytes] | None:
         """The block that a prefix match would return for this hash, and its own hash object."""
 

@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from vllm_agent_hint.sessions.agenda import Agenda
+from vllm_agent_hint.sessions.agenda import Agenda, session_of
 from vllm_agent_hint.sessions.ledger import Ledger, Newcomer
-from vllm_agent_hint.sessions.lineage import GroupLayout, Lease, Lineage, eviction_order
+from vllm_agent_hint.sessions.lineage import GroupLayout, Lineage, eviction_order
 from vllm_agent_hint.sessions.releases import Releases
-from vllm_agent_hint.sessions.session import IdleLimit
-from vllm_agent_hint.sessions.ttl import WheelEntry
-from vllm_agent_hint.settings import Settings
+from vllm_agent_hint.sessions.session import Session
+from vllm_agent_hint.sessions.standing import Standing
+from vllm_agent_hint.settings import Placement, Settings
 
 Newcomers = list[list[Newcomer]]
 """Per KV cache group, in token order."""
@@ -30,14 +30,16 @@ class Clipping:
 class Capacity:
     """Keeps sessions within the bounds on records, pool share and tenant share.
 
-    Above the share the lease that falls due soonest gives way first, from its tail; then the
-    newcomer is clipped from its own.
+    Above the share the resting session that is worth least gives way first, from its tail; then
+    the newcomer is clipped from its own.
 
     Args:
         ledger: The accounts.
-        agenda: Says who is due soonest.
+        agenda: Knows those that don't stand in line, such as heirs.
+        standing: Says who is worth least.
         releases: Finished first, before anybody gives way.
         settings: The bounds.
+        given_way: Where a block enters that has given way.
         on_emptied: Told of a lineage that has given way to its last record.
     """
 
@@ -45,12 +47,16 @@ class Capacity:
         self,
         ledger: Ledger,
         agenda: Agenda,
+        standing: Standing,
         releases: Releases,
         settings: Settings,
+        given_way: Placement,
         on_emptied: Callable[[Lineage, float], None],
     ) -> None:
         self._ledger = ledger
         self._agenda = agenda
+        self._standing = standing
+        self._given_way = given_way
         self._releases = releases
         self._layouts: Sequence[GroupLayout] = ledger.layouts
         self._on_emptied = on_emptied
@@ -59,14 +65,14 @@ class Capacity:
         self._max_retained = int(settings.protected_share * (ledger.port.num_gpu_blocks - 1))
         self._max_of_tenant = int(settings.tenant_share * self._max_retained)
 
-    def make_room(self, tenant: str, newcomers: Newcomers) -> Clipping:
+    def make_room(self, tenant: str, newcomers: Newcomers, now: float) -> Clipping:
         """Bring newcomers within the bounds; clips the lists that it is given."""
         clipping = Clipping()
         self._fit_records(newcomers, clipping)
         if self._max_of_tenant < self._max_retained:
             # First, so that nobody else gives way to what the tenant may not hold.
-            self._fit_tenant(tenant, newcomers, clipping)
-        self._fit_share(newcomers, clipping)
+            self._fit_tenant(tenant, newcomers, clipping, now)
+        self._fit_share(newcomers, clipping, now)
         return clipping
 
     def _fit_records(self, newcomers: Newcomers, clipping: Clipping) -> None:
@@ -80,23 +86,25 @@ class Capacity:
         if excess > 0:
             clipping.blocks["max_records"] += self._clip(newcomers, excess, {})
 
-    def _fit_share(self, newcomers: Newcomers, clipping: Clipping) -> None:
+    def _fit_share(self, newcomers: Newcomers, clipping: Clipping, now: float) -> None:
         excess, _ = self._beyond_share(newcomers)
         if excess > 0:
             port = self._ledger.port
-            self._give_way(excess, lambda: port.num_retained_blocks, self._agenda.next_to_give_way)
+            self._give_way(excess, lambda: port.num_retained_blocks, lambda: self._next(now))
             # What gave way may have been shared with the newcomers: weigh them again.
             excess, weight = self._beyond_share(newcomers)
             if excess > 0:
                 clipping.blocks["protected_share"] += self._clip(newcomers, excess, weight)
 
-    def _fit_tenant(self, tenant: str, newcomers: Newcomers, clipping: Clipping) -> None:
+    def _fit_tenant(
+        self, tenant: str, newcomers: Newcomers, clipping: Clipping, now: float
+    ) -> None:
         excess, _ = self._beyond_tenant(tenant, newcomers)
         if excess > 0:
             self._give_way(
                 excess,
                 lambda: self._ledger.index.num_blocks_of(tenant),
-                lambda: self._agenda.next_to_give_way(tenant),
+                lambda: self._next(now, tenant),
             )
             excess, weight = self._beyond_tenant(tenant, newcomers)
             if excess > 0:
@@ -141,18 +149,34 @@ class Capacity:
             del newcomers[group][length:]
         return clipped
 
+    def _next(self, now: float, tenant: str | None = None) -> Session | None:
+        """Who gives way next: those without a lease first, and heirs last.
+
+        Args:
+            now: Monotonic seconds.
+            tenant: Whose; None for anybody's.
+        """
+
+        def counts(session: Session) -> bool:
+            return session.tenant == tenant
+
+        wanted = None if tenant is None else counts
+        for leased in (False, True):
+            session = self._standing.next_to_give_way(now, leased=leased, counts=wanted)
+            if session is not None:
+                return session
+        entry = self._agenda.next_to_give_way(tenant)
+        return None if entry is None else session_of(entry)
+
     def _give_way(
-        self,
-        num_blocks: int,
-        count: Callable[[], int],
-        next_entry: Callable[[], WheelEntry | None],
+        self, num_blocks: int, count: Callable[[], int], next_session: Callable[[], Session | None]
     ) -> None:
-        """Release what has no lease, then the leases that fall due soonest, tail first.
+        """Release contexts, tail first, those first that are worth least.
 
         Args:
             num_blocks: How many fewer are wanted. O(num_blocks).
             count: Says how many there are.
-            next_entry: Says who is next.
+            next_session: Says who is next.
         """
         before = count()
         budget = 4 * num_blocks + 64
@@ -164,25 +188,21 @@ class Capacity:
                 self._releases.work(step)
                 budget -= step
                 continue
-            entry = next_entry()
-            if entry is None:
+            session = next_session()
+            if session is None:
                 break
-            budget -= self._shorten(entry, step)
+            budget -= self._shorten(session, step)
 
-    def _shorten(self, entry: WheelEntry, num_blocks: int) -> int:
-        """Take claims off the end of what waits for an entry. Returns what that has cost."""
-        lineage = _first_to_shorten(entry)
+    def _shorten(self, session: Session, num_blocks: int) -> int:
+        """Take claims off the end of a session's oldest context. Returns what that has cost."""
+        lineages = session.lineages
+        lineage = next((lineage for lineage in lineages if len(lineage)), lineages[0])
         held = len(lineage)
-        self._ledger.release_tail(lineage, num_blocks)
+        self._ledger.release_tail(lineage, num_blocks, placement=self._given_way)
+        if not session.num_records:
+            self._standing.leave(session)
         if not len(lineage):
-            idle = self._idle_seconds if isinstance(entry, IdleLimit) else 0.0
-            self._on_emptied(lineage, entry.due_at - idle)
+            idle = session.idle
+            ended_at = lineage.deadline or (idle.due_at - self._idle_seconds)
+            self._on_emptied(lineage, ended_at)
         return max(1, held - len(lineage))
-
-
-def _first_to_shorten(entry: WheelEntry) -> Lineage:
-    if isinstance(entry, Lease):
-        return entry.lineage
-    assert isinstance(entry, IdleLimit)
-    lineages = entry.session.lineages
-    return next((lineage for lineage in lineages if len(lineage)), lineages[0])

@@ -17,7 +17,7 @@ from vllm_agent_hint.sessions.lineage import (
     RecordedPrefix,
 )
 from vllm_agent_hint.sessions.session import Session
-from vllm_agent_hint.sessions.tail import tail_first
+from vllm_agent_hint.sessions.tail import Record, tail_first
 from vllm_agent_hint.settings import Placement
 
 
@@ -406,6 +406,27 @@ class Ledger:
         still_protected.update(zip(uncertain, others, strict=True))
 
     # -- asking --------------------------------------------------------------------------------
+
+    def free_alone(self, records: Sequence[Record], *, leased: bool) -> list[tuple[int, bytes]]:
+        """The blocks of some records that nobody uses and no other lineage holds.
+
+        Args:
+            records: They may have ended in the meantime.
+            leased: Only blocks with a deadline, or only those without.
+
+        Returns:
+            Block ids and hashes. O(records), 0.5 us each.
+        """
+        port, is_held_only_by = self.port, self.index.is_held_only_by
+        return [
+            (block_id, chain.hashes[position])
+            for chain, position in records
+            if position < len(chain)
+            and (block_id := chain.block_ids[position]) != LOST
+            and is_held_only_by(chain, block_id)
+            and port.is_free(block_id)
+            and (port.ttl_expire_at(block_id) != 0.0) is leased
+        ]
 
     def deadline_of_others(self, chain: Chain, block_id: int) -> float:
         """The latest deadline that other lineages give a block; 0.0 if none does. O(owners).

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
@@ -27,10 +27,11 @@ from vllm_agent_hint.sessions.lineage import (
     RecordedPrefix,
     compare,
 )
-from vllm_agent_hint.sessions.policy import ReleasePolicy
+from vllm_agent_hint.sessions.policy import RestingTurn, RetentionPolicy, policy_of
 from vllm_agent_hint.sessions.releases import Release, Releases
 from vllm_agent_hint.sessions.remote import RemoteKV
 from vllm_agent_hint.sessions.session import IdleLimit, LiveRequest, Session
+from vllm_agent_hint.sessions.standing import Standing
 from vllm_agent_hint.sessions.ttl import WheelEntry
 from vllm_agent_hint.settings import Placement, Settings
 
@@ -60,7 +61,7 @@ class SessionAwareManager:
         layouts: One per KV cache group.
         settings: Bounds.
         now: Monotonic seconds.
-        policy: Where released blocks go; None for what the settings say.
+        policy: Who gives way, and where released blocks go; None for what the settings say.
     """
 
     def __init__(
@@ -69,11 +70,11 @@ class SessionAwareManager:
         layouts: Sequence[GroupLayout],
         settings: Settings,
         now: float,
-        policy: ReleasePolicy | None = None,
+        policy: RetentionPolicy | None = None,
     ) -> None:
         self._layouts = tuple(layouts)
         self._settings = settings
-        self._policy = policy or ReleasePolicy(expired=settings.expired_enters)
+        self._policy = policy or policy_of(settings)
         self.ledger = Ledger(port, layouts)
         self.sessions: dict[Hashable, Session] = {}
         """Least recently used first."""
@@ -93,8 +94,15 @@ class SessionAwareManager:
             self.sessions, self.ledger, self.agenda, self._serial, settings.idle_seconds
         )
         self.releases = Releases(self.ledger, self._heirs, self.history)
+        self._standing = Standing(self._policy, self.ledger)
         self._capacity = Capacity(
-            self.ledger, self.agenda, self.releases, settings, self._settle_without_records
+            self.ledger,
+            self.agenda,
+            self._standing,
+            self.releases,
+            settings,
+            self._policy.given_way,
+            self._settle_without_records,
         )
 
     @property
@@ -132,6 +140,7 @@ class SessionAwareManager:
         else:
             self._suspend(session)
         live = LiveRequest(session, intent)
+        live.gap = self._standing.come_back(session, now)
         session.live.add(live)
         if intent.parent_session_id is not None:
             self._become_child(live, intent.parent_session_id, now)
@@ -178,6 +187,8 @@ class SessionAwareManager:
         now: float,
         *,
         succeeded: bool,
+        output_tokens: int = 0,
+        operation_id: str = "",
     ) -> RetentionResult:
         """A request has ended and still holds its blocks: record its context.
 
@@ -187,6 +198,8 @@ class SessionAwareManager:
             now: Monotonic seconds.
             succeeded: Whether it came to a regular end. Otherwise it may extend a recorded context
                 but never ends any of it.
+            output_tokens: That it made.
+            operation_id: What names the turn in ``turn_ended``.
 
         Returns:
             What has become of its retention.
@@ -198,7 +211,9 @@ class SessionAwareManager:
             return RetentionResult(
                 status=EditStatus.MISSING, reason="its session was freed while it ran"
             )
-        asked = live.intent.protections
+        session.turn = RestingTurn(session.tenant, last_gap=live.gap, output_tokens=output_tokens)
+        session.last_operation = operation_id
+        asked = live.intent.protections or self._protections_by_policy(session)
         if asked and (succeeded or not session.protections):
             session.protections = asked
         renewed = session.protections if asked or self._settings.renew else None
@@ -217,6 +232,30 @@ class SessionAwareManager:
             self._resume(session, now)
         self._reschedule()
         return self._retention_of(live, lineage, clipping)
+
+    def turn_ended(
+        self, key: SessionKey, operation_id: str, ended: str, tools: Sequence[str], now: float
+    ) -> bool:
+        """More has become known of how a turn ended. It may come late, twice or never.
+
+        Args:
+            key: The session.
+            operation_id: The turn; empty for the session's last.
+            ended: See ``TurnFacts``.
+            tools: Names of the tools called, first to last.
+            now: Monotonic seconds.
+
+        Returns:
+            Whether it says something of the turn after which the session rests.
+        """
+        session = self.sessions.get(key)
+        if session is None or session.live or session.rested_at is None:
+            return False
+        if operation_id and operation_id != session.last_operation:
+            return False
+        session.turn = replace(session.turn, ended=ended, tool=tools[-1] if tools else "")
+        self._standing.rest(session, now)
+        return True
 
     def _lineage_for(
         self, live: LiveRequest, prefixes: Sequence[RecordedPrefix], *, succeeded: bool
@@ -309,6 +348,23 @@ class SessionAwareManager:
         self._reschedule()
         return gained
 
+    def give_way(self, now: float, num_blocks: int, *, leased: bool) -> int:
+        """Blocks of sessions have to go: bring those of the least worth to the front of their zone.
+
+        What several sessions or lineages hold is left out: it is in the order of its entry.
+
+        O(num_blocks + classes), whatever the sessions hold.
+
+        Args:
+            now: Monotonic seconds.
+            num_blocks: How many are wanted.
+            leased: From sessions with a lease (zone C), or those without (zone B).
+
+        Returns:
+            How many were found.
+        """
+        return self._standing.bring_to_front(now, num_blocks, leased=leased)
+
     def finish_releases(self) -> None:
         """Release all that is being let go, without a pause."""
         while len(self.releases):
@@ -386,6 +442,7 @@ class SessionAwareManager:
         session = self.sessions.get(key)
         if session is None:
             return False
+        self._standing.stay_away(session)
         self._free(session, placement=self._policy.evicted)
         self._reschedule()
         return True
@@ -571,8 +628,16 @@ class SessionAwareManager:
                 lease.disarm()
                 self._expire_lease(lease)
 
+    def _protections_by_policy(self, session: Session) -> tuple[Protection, ...]:
+        """What the policy keeps of a session that has never asked for anything itself."""
+        if session.protections or session.is_anonymous:
+            return ()
+        ttl = self._policy.ttl_for(session.turn)
+        return () if ttl is None else (Protection(ttl),)
+
     def _suspend(self, session: Session) -> None:
         """A request of the session is alive: nothing of it falls due."""
+        self._standing.leave(session)
         session.idle.disarm()
         for lineage in session.lineages:
             self.releases.interrupt(lineage)
@@ -583,6 +648,7 @@ class SessionAwareManager:
         """No request of the session is alive any more: its leases run."""
         session.idle.disarm()
         self._go_on_expiring(session)
+        self._standing.rest(session, now)
         if any(lineage.leases for lineage in session.lineages):
             for lineage in session.lineages:
                 self.agenda.arm_leases(lineage)
@@ -608,6 +674,7 @@ class SessionAwareManager:
 
     def _free(self, session: Session, *, placement: Placement = Placement.BACK) -> None:
         session.is_freed = True
+        self._standing.leave(session)
         del self.sessions[session.key]
         self._heirs.forget(session)
         session.idle.disarm()
@@ -701,7 +768,7 @@ class SessionAwareManager:
             self.ledger.drop_replaced(
                 chain, new, diff, replaces=replaces, placement=self._policy.superseded
             )
-        clipping = self._capacity.make_room(lineage.session.tenant, newcomers)
+        clipping = self._capacity.make_room(lineage.session.tenant, newcomers, now)
         if protections is not None:
             lineage.end_leases()
             lineage.leases = lay_leases(lineage, protections, now, self._settings, clipping)
@@ -747,6 +814,7 @@ class SessionAwareManager:
         for shorter in lineage.leases[where:]:
             shorter.disarm()
         del lineage.leases[where:]
+        self._standing.leave(lineage.session)
         lineage.expired_deadline = lease.deadline
         from_token = (lineage.leases[-1].end_token or 0) if lineage.leases else 0
         self._let_expire(lineage, from_token)
@@ -755,6 +823,7 @@ class SessionAwareManager:
 
     def _expire_idle(self, limit: IdleLimit) -> None:
         session = limit.session
+        self._standing.leave(session)
         if session.num_records:
             for lineage in list(session.lineages):
                 # It is forgotten right after its blocks.
@@ -763,6 +832,7 @@ class SessionAwareManager:
         elif family.waits_for_children(session) or self._is_kept_elsewhere(session, limit.due_at):
             self.agenda.idle.register(limit, limit.due_at + self._settings.idle_seconds)
         else:
+            self._standing.stay_away(session)
             self._free(session)
 
     def _is_kept_elsewhere(self, session: Session, now: float) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Iterator
 
 from vllm_agent_hint.sessions.intent import Protection, SessionIntent, SessionKey
 from vllm_agent_hint.sessions.lineage import Lease, Lineage
+from vllm_agent_hint.sessions.policy import RestingTurn
 from vllm_agent_hint.sessions.ttl import WheelEntry
 
 
@@ -36,12 +37,15 @@ class Session:
         "is_freed",
         "is_heir",
         "key",
+        "last_operation",
         "lineages",
         "live",
         "parent",
         "protections",
+        "rested_at",
         "superseded",
         "tenant",
+        "turn",
     )
 
     def __init__(
@@ -64,6 +68,12 @@ class Session:
         """Digests of a context that has expired, tail first; without effect on any block."""
         self.superseded: list[SupersededTail] = []
         """What later turns have replaced, to notice if one is asked for again."""
+        self.turn = RestingTurn(tenant)
+        """The last one that came to an end."""
+        self.last_operation = ""
+        """What names that turn to the front end; empty where nothing does."""
+        self.rested_at: float | None = None
+        """Monotonic seconds since when no request is alive; None while one is, or before."""
         self.parent: Session | None = None
         self.children: set[Session] = set()
 
@@ -113,6 +123,7 @@ class LiveRequest:
     __slots__ = (
         "company",
         "continues",
+        "gap",
         "held",
         "intent",
         "is_placed",
@@ -126,6 +137,8 @@ class LiveRequest:
     def __init__(self, session: Session, intent: SessionIntent) -> None:
         self.session = session
         self.intent = intent
+        self.gap: float | None = None
+        """Seconds for which its session had rested when it came; None if it had not."""
         self.held: Lineage | None = None
         """What it had computed when it was preempted."""
         self.link_problem = ""

@@ -6,6 +6,9 @@ from itertools import islice
 
 from vllm_agent_hint.sessions.lineage import Chain, GroupLayout
 
+Record = tuple[Chain, int]
+"""A chain and a position in it."""
+
 _Place = tuple[float, int, int, int]
 """Sort key, group and position of a record; see ``eviction_order``."""
 
@@ -31,13 +34,27 @@ def tail_first(
     Returns:
         ``(group, position)``, first to be reused first.
     """
-    streams = [
-        _checkpoints(chain, layout, floor_token)
-        if layout.is_checkpoint
-        else _attention(chain, layout, floor_token)
-        for chain, layout in zip(chains, layouts, strict=True)
-    ]
-    return [(group, position) for _, _, group, position in islice(merge(*streams), limit)]
+    places = islice(_merged(layouts, chains, floor_token), limit)
+    return [(group, position) for _, _, group, position in places]
+
+
+def iter_tail_first(layouts: Sequence[GroupLayout], chains: Sequence[Chain]) -> Iterator[Record]:
+    """The same one by one, for as long as nothing is added to the chains."""
+    for _, _, group, position in _merged(layouts, chains, 0):
+        yield chains[group], position
+
+
+def _merged(
+    layouts: Sequence[GroupLayout], chains: Sequence[Chain], floor_token: int
+) -> Iterator[_Place]:
+    return merge(
+        *(
+            _checkpoints(chain, layout, floor_token)
+            if layout.is_checkpoint
+            else _attention(chain, layout, floor_token)
+            for chain, layout in zip(chains, layouts, strict=True)
+        )
+    )
 
 
 def _attention(chain: Chain, layout: GroupLayout, floor_token: int) -> Iterator[_Place]:

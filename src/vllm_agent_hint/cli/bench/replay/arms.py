@@ -1,0 +1,154 @@
+"""What each hinted arm knows of a session, and what it tells SAM of it.
+
+Three classes of knowledge, and no arm uses another's:
+
+- *identity*: which session a request belongs to, and when it arrives.
+- *turn*: how a turn ended (its stop reason, its tool), as a harness knows when it has. A server
+  sees the same by itself, where its front end can tell a tool call from a message.
+- *lifecycle*: that a session is over, D seconds after its last turn.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, Protocol
+
+from vllm_agent_hint.cli.bench.replay.workload import Arrival, Traffic
+from vllm_agent_hint.sessions.facts import TurnFacts
+from vllm_agent_hint.sessions.intent import Protection, SessionIntent, SessionKey
+from vllm_agent_hint.settings import GiveWay
+
+TENANT: Final = ""
+DEFAULT_END_DELAY: Final = 60.0
+
+TTL_AFTER: Final = {"tool_use": 300.0, "end_turn": 60.0}
+"""Seconds for which a turn's prompt is kept, by its stop reason."""
+TTL_OTHERWISE: Final = 60.0
+
+
+class Knowledge(StrEnum):
+    """A class of knowledge."""
+
+    IDENTITY = "identity"
+    TURN = "turn"
+    LIFECYCLE = "lifecycle"
+
+
+class Arm(Protocol):
+    """What a client tells of its sessions."""
+
+    @property
+    def knows(self) -> tuple[Knowledge, ...]:
+        """What its figures may be compared with."""
+
+    @property
+    def end_delay(self) -> float | None:
+        """Seconds from a session's last turn until its end is told; None if it never is."""
+
+    @property
+    def give_way(self) -> GiveWay:
+        """The order under pressure."""
+
+    def intent(self, arrival: Arrival) -> SessionIntent | None:
+        """The hint of a request; None for none."""
+
+    def facts(self, arrival: Arrival) -> TurnFacts | None:
+        """What is known of its end, once it has ended; None for nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdentityArm:
+    """Says who it is, and nothing else.
+
+    Args:
+        sees_turns: Whether the server sees by itself how a turn ended, as with AUTO.
+        give_way: See ``Arm``.
+    """
+
+    sees_turns: bool = True
+    give_way: GiveWay = GiveWay.REUSE
+
+    @property
+    def knows(self) -> tuple[Knowledge, ...]:
+        return (Knowledge.IDENTITY,)
+
+    @property
+    def end_delay(self) -> float | None:
+        return None
+
+    def intent(self, arrival: Arrival) -> SessionIntent | None:
+        if arrival.session.traffic is not Traffic.AGENTS:
+            return None
+        return SessionIntent(key_of(arrival), arrival.session.parent)
+
+    def facts(self, arrival: Arrival) -> TurnFacts | None:
+        return _facts_of(arrival) if self.sees_turns else None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnArm:
+    """Says how long to keep each turn, by how it ended, and when the session is over.
+
+    Args:
+        end_delay: See ``Arm``.
+        give_way: See ``Arm``.
+    """
+
+    end_delay: float | None = DEFAULT_END_DELAY
+    give_way: GiveWay = GiveWay.REUSE
+
+    @property
+    def knows(self) -> tuple[Knowledge, ...]:
+        known = (Knowledge.IDENTITY, Knowledge.TURN)
+        return known if self.end_delay is None else (*known, Knowledge.LIFECYCLE)
+
+    def intent(self, arrival: Arrival) -> SessionIntent | None:
+        if arrival.session.traffic is not Traffic.AGENTS:
+            return None
+        # A lease is laid when its request ends, with what is known by then.
+        ttl = TTL_AFTER.get(arrival.request.stop or "", TTL_OTHERWISE)
+        return SessionIntent(key_of(arrival), arrival.session.parent, (Protection(ttl),))
+
+    def facts(self, arrival: Arrival) -> TurnFacts | None:
+        return _facts_of(arrival)
+
+
+def _facts_of(arrival: Arrival) -> TurnFacts | None:
+    request = arrival.request
+    if request.stop is None:
+        return None
+    tools = () if request.tool is None else (request.tool,)
+    return TurnFacts.of(_ENDED.get(request.stop, "unknown"), tools)
+
+
+_ENDED: Final = {"tool_use": "tool_call", "end_turn": "final_message", "": "cut"}
+
+
+def key_of(arrival: Arrival) -> SessionKey:
+    """The session's full name."""
+    return SessionKey(TENANT, None, arrival.session.name)
+
+
+_NAMES: Final = re.compile(
+    r"(?P<arm>hints|auto|identity)(:(?P<order>reuse|deadline|lru))?(@(?P<delay>\d+|never))?"
+)
+
+
+def arm_named(policy: str) -> Arm | None:
+    """The arm of a policy's name; None if it has none.
+
+    ``hints``: ttl, turn and end. ``auto``: identity, and what the server sees of a turn's end.
+    ``identity``: the same behind a front end that can't tell. ``hints:lru`` and ``hints:deadline``
+    give way in another order; ``hints@600`` is told the end of a session 600 seconds after its
+    last turn, ``hints@never`` not at all.
+    """
+    found = _NAMES.fullmatch(policy)
+    if found is None or (found["arm"] != "hints" and found["delay"]):
+        return None
+    order = GiveWay(found["order"] or GiveWay.REUSE)
+    if found["arm"] != "hints":
+        return IdentityArm(sees_turns=found["arm"] == "auto", give_way=order)
+    delay = found["delay"]
+    if delay is None:
+        return TurnArm(give_way=order)
+    return TurnArm(None if delay == "never" else float(delay), order)

@@ -1,0 +1,220 @@
+"""How soon a resting session comes back, and what its blocks are worth until then.
+
+The worth of a session is its *reuse index*: over all horizons u, the best ratio of the chance
+that it returns within u to the mean time for which its blocks are held until it does, or until u
+is over. It is the Gittins index of keeping it: the rate at which a held block brings hits.
+A tool call a moment ago has a high one, a final message a low one, and both fall with time.
+
+Gaps are heavy-tailed, so nothing is averaged: each class of turns has a histogram of its gaps,
+over bins that grow by the square root of two. A class that has seen little leans on the one above
+it, and that on the cold-start table, which was counted on real traces. Old observations fade.
+"""
+
+import json
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Final, NamedTuple
+
+EDGES: Final = (0.0, *(2.0 ** (k / 2) for k in range(25)))
+"""Where the bins of a gap begin, in seconds; the last one is 4,096 s and more, or never."""
+
+NEVER: Final = len(EDGES) - 1
+"""The bin of a session that did not come back."""
+
+GAP_EDGES: Final = (8.0, 15.0, 30.0, 60.0, 300.0)
+"""Where the classes of a session's last gap are cut, in seconds."""
+
+OUTPUT_EDGES: Final = (150, 500, 1500)
+"""Where the classes of a turn's output are cut, in tokens."""
+
+LEANS_BY: Final = 20.0
+"""Pseudo-observations with which a class leans on the one above it."""
+
+FADES_AT: Final = 2_000.0
+"""Observations of a class at which all of them are halved."""
+
+REFRESH_EVERY: Final = 16
+"""Observations of a class after which its index is worked out anew."""
+
+MAX_CLASSES: Final = 4_096
+"""Classes with observations of their own; the one used longest ago is forgotten."""
+
+
+class TurnClass(NamedTuple):
+    """Turns whose sessions are expected back alike.
+
+    Args:
+        tenant: Whose; no tenant learns from another.
+        ended: See ``TurnFacts``.
+        tool: The tool that was called last; empty where nobody knows.
+        gap: Of the session's last gap: 0 for a first turn, else 1 + the bin in ``GAP_EDGES``.
+        output: Of the turn's output: the bin in ``OUTPUT_EDGES``.
+    """
+
+    tenant: str
+    ended: str
+    tool: str
+    gap: int
+    output: int
+
+    @property
+    def parent(self) -> "TurnClass":
+        """The same whatever the tool."""
+        return self._replace(tool="")
+
+
+def turn_class(
+    tenant: str, ended: str, tool: str, last_gap: float | None, output_tokens: int
+) -> TurnClass:
+    """The class of a turn that is over.
+
+    Args:
+        tenant: Whose.
+        ended: See ``TurnFacts``.
+        tool: The last tool that it called; empty if none or unknown.
+        last_gap: Seconds between the turn's arrival and the end of the one before; None for a
+            first turn.
+        output_tokens: That it made.
+    """
+    gap = 0 if last_gap is None else 1 + bisect_right(GAP_EDGES, last_gap)
+    return TurnClass(tenant, ended, tool, gap, bisect_right(OUTPUT_EDGES, output_tokens))
+
+
+def bin_of(seconds: float) -> int:
+    """The bin of a gap. O(log bins)."""
+    return bisect_right(EDGES, seconds) - 1
+
+
+def reuse_index(chances: Sequence[float]) -> tuple[float, ...]:
+    """The reuse index at the start of each bin.
+
+    Args:
+        chances: Of a gap in each bin; they sum to 1.
+
+    Returns:
+        Returns per second for which a block is held. O(bins squared), 60 us.
+    """
+    survival = [1.0]
+    for chance in chances:
+        survival.append(max(0.0, survival[-1] - chance))
+    held = [(survival[i] + survival[i + 1]) / 2 * (EDGES[i + 1] - EDGES[i]) for i in range(NEVER)]
+    indices = [0.0] * len(EDGES)
+    for i in range(NEVER):
+        seconds = 0.0
+        for j in range(i, NEVER):
+            seconds += held[j]
+            if seconds > 0.0:
+                indices[i] = max(indices[i], (survival[i] - survival[j + 1]) / seconds)
+    return tuple(indices)
+
+
+class _Histogram:
+    __slots__ = ("counts", "index", "news", "total")
+
+    def __init__(self) -> None:
+        self.counts = [0.0] * len(EDGES)
+        self.total = 0.0
+        self.index: tuple[float, ...] | None = None
+        """Worked out when it is asked for; None after enough news."""
+        self.news = 0
+
+    def add(self, where: int) -> None:
+        self.counts[where] += 1.0
+        self.total += 1.0
+        self.news += 1
+        if self.news >= REFRESH_EVERY:
+            self.index = None
+        if self.total >= FADES_AT:
+            self.counts = [count / 2 for count in self.counts]
+            self.total /= 2
+
+    def leaning_on(self, above: Sequence[float]) -> list[float]:
+        scale = self.total + LEANS_BY
+        return [
+            (count + LEANS_BY * chance) / scale
+            for count, chance in zip(self.counts, above, strict=True)
+        ]
+
+
+class ReuseEstimator:
+    """Learns from the gaps of sessions that came back, and of those that did not."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[TurnClass, _Histogram] = OrderedDict()
+
+    def observe(self, turns: TurnClass, gap: float | None) -> None:
+        """A session came back.
+
+        Args:
+            turns: The class of the turn after which it rested.
+            gap: Seconds until it came back; None if it did not.
+        """
+        where = NEVER if gap is None else bin_of(max(0.0, gap))
+        for learning in {turns, turns.parent}:
+            self._histogram(learning).add(where)
+
+    def worth(self, turns: TurnClass, resting: float) -> float:
+        """The reuse index of a session.
+
+        Args:
+            turns: The class of the turn after which it rests.
+            resting: Seconds for which it has.
+
+        Returns:
+            Returns per second. O(log bins) but when there was news.
+        """
+        histogram = self._histogram(turns)
+        if histogram.index is None:
+            histogram.index = reuse_index(self._chances(turns, histogram))
+            histogram.news = 0
+        return histogram.index[bin_of(resting)]
+
+    def _chances(self, turns: TurnClass, histogram: _Histogram) -> list[float]:
+        if not turns.tool:
+            return histogram.leaning_on(cold_start(turns.ended, turns.gap, turns.output))
+        parent = self._histogram(turns.parent)
+        return histogram.leaning_on(self._chances(turns.parent, parent))
+
+    def _histogram(self, turns: TurnClass) -> _Histogram:
+        found = self._seen.get(turns)
+        if found is None:
+            found = self._seen[turns] = _Histogram()
+            if len(self._seen) > MAX_CLASSES:
+                self._seen.popitem(last=False)
+        else:
+            self._seen.move_to_end(turns)
+        return found
+
+
+@cache
+def cold_start(ended: str, gap: int, output: int) -> tuple[float, ...]:
+    """What is expected of turns that nobody has seen yet.
+
+    Args:
+        ended: See ``TurnFacts``; one that the table does not know counts as ``unknown``.
+        gap: See ``TurnClass``.
+        output: See ``TurnClass``.
+
+    Returns:
+        The chance of a gap in each bin.
+    """
+    table = _cold_start_table()
+    of_kind = table.get(ended, table["unknown"])
+    whole = of_kind["all"]
+    base = [(count + 0.5) / (sum(whole) + 0.5 * len(whole)) for count in whole]
+    cell = of_kind.get(f"{gap}/{output}", [0] * len(base))
+    scale = sum(cell) + LEANS_BY
+    return tuple(
+        (count + LEANS_BY * chance) / scale for count, chance in zip(cell, base, strict=True)
+    )
+
+
+@cache
+def _cold_start_table() -> Mapping[str, Mapping[str, Sequence[int]]]:
+    """``ended -> "all" | "gap/output" -> observations per bin``; see benchmarks/cold_start.py."""
+    text = files(__package__).joinpath("cold_start.json").read_text(encoding="utf-8")
+    table: Mapping[str, Mapping[str, Sequence[int]]] = json.loads(text)
+    return table
