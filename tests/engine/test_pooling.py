@@ -9,7 +9,19 @@ from vllm.v1.request import RequestStatus
 
 from tests.engine.pooling_rig import PoolingClock, PoolingEngine, pooling_engine
 from tests.engine.rig import BLOCK, hinted, prompt
+from vllm_agent_hint.hints import EditStatus
+from vllm_agent_hint.hookspecs import hookimpl, plugins
 from vllm_agent_hint.kvcache.block import Zone
+from vllm_agent_hint.pooling.capability import (
+    Content,
+    Operation,
+    OperationHandle,
+    Outcome,
+    Residency,
+    Span,
+    SupportsSessionAwareKVManagement,
+)
+from vllm_agent_hint.sessions.intent import SessionKey
 from vllm_agent_hint.settings import Settings
 
 
@@ -263,18 +275,12 @@ def test_an_expected_resume_gives_way_to_what_is_asked_for() -> None:
     away(engine)
     away(engine, "b", OTHER)
     key = next(key for key in engine.remote.spm.tracker if key.session_id == "a")
-    guess = engine.remote.spm.prefetch(key, _whole(), is_guess=True)
+    guess = engine.remote.spm.prefetch(key, Span(), is_guess=True)
 
     engine.ask("b", "prefetch")
 
     assert guess.outcome.status == "rejected"
     assert status(engine.ask("b", "prefetch", operation_id="more")) == ["pending"]
-
-
-def _whole() -> Any:
-    from vllm_agent_hint.pooling.capability import Span
-
-    return Span()
 
 
 def test_a_request_for_what_is_being_loaded_waits_for_it_and_no_longer_than_the_bound(
@@ -564,3 +570,87 @@ def test_requests_aborted_all_at_once_take_loads_along() -> None:
     engine.faults.is_silent = False
     engine.run()
     engine.assert_nothing_is_left()
+
+
+# -- a connector that manages sessions itself ------------------------------------------------------
+
+
+class SelfMade:
+    """A third party's capability, as its own package would offer it through the hook."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.handle = OperationHandle()
+
+    def why_not(self, operation: Operation) -> str:
+        return ""
+
+    def register_cache(
+        self, session: SessionKey, request_id: str, content: Content, ttl: float
+    ) -> None:
+        self.calls.append(("register", session.session_id, content.num_tokens, ttl))
+
+    def offload(self, session: SessionKey, span: Span) -> OperationHandle:
+        self.calls.append(("offload", session.session_id))
+        return self.handle
+
+    def prefetch(self, session: SessionKey, span: Span) -> OperationHandle:
+        raise ConnectionError("planted")
+
+    def evict(self, session: SessionKey, span: Span) -> OperationHandle:
+        self.calls.append(("evict", session.session_id))
+        return OperationHandle.ended(Outcome(EditStatus.APPLIED, 320, 20))
+
+    def release(self, session: SessionKey) -> None:
+        self.calls.append(("release", session.session_id))
+
+    def query_residency(self, session: SessionKey) -> Residency:
+        return Residency(320, 320, 160)
+
+
+class Plugin:
+    """What such a package registers."""
+
+    def __init__(self, capability: SelfMade) -> None:
+        self.capability = capability
+
+    @hookimpl
+    def agent_hint_kv_management(self, connector: Any, settings: Settings) -> SelfMade:
+        return self.capability
+
+
+def test_a_third_party_that_manages_sessions_itself_is_found_and_asked_directly() -> None:
+    ours = SelfMade()
+    assert isinstance(ours, SupportsSessionAwareKVManagement)
+    plugin = Plugin(ours)
+    plugins().register(plugin)
+    try:
+        engine = pooling_engine()
+    finally:
+        plugins().unregister(plugin)
+    engine.serve(CONTEXT, hint=hinted("a", 60.0))
+
+    assert status(engine.ask("a", "offload")) == ["pending"]
+    ours.handle.finish(Outcome(EditStatus.APPLIED, 320, 20))
+    assert engine.results()[0]["tokens"] == 320
+    shown = engine.call("show", session_id="a")["session"]
+    assert shown["residency"] == {"tokens": 320, "local": 320, "remote": 160}
+    assert "20 blocks were deleted" in engine.done("a", "evict")[0]["reason"]
+    engine.call("free", session_id="a", operation_id="free")
+    assert [call[0] for call in ours.calls] == ["register", "offload", "evict", "release"]
+    assert ours.calls[0] == ("register", "a", 320, 60.0)
+
+
+def test_a_third_party_that_raises_costs_the_connector_and_nothing_else(log: Any) -> None:
+    plugin = Plugin(SelfMade())
+    plugins().register(plugin)
+    try:
+        engine = pooling_engine()
+    finally:
+        plugins().unregister(plugin)
+    engine.serve(CONTEXT, hint=hinted("a", 60.0))
+
+    assert status(engine.ask("a", "prefetch")) == ["failed"]
+    assert "without the KV connector" in log.text
+    assert engine.serve(CONTEXT, hint=hinted("a", 60.0)) > 0
+    assert engine.pool.num_blocks_in[Zone.TTL] == 20
