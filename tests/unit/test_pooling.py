@@ -1,6 +1,7 @@
 """The parts of pooling that know nothing of vLLM: accounts, order, expectations, the manifest."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ def content(text: str) -> Content:
     return Content([text[: k + 1].encode() for k in range(len(text))], 16)
 
 
-def ends(orphans: list[bytes]) -> str:
+def ends(orphans: Sequence[bytes]) -> str:
     """The last character of each hash."""
     return "".join(sorted(chr(h[-1]) for h in orphans))
 
@@ -35,16 +36,19 @@ def ends(orphans: list[bytes]) -> str:
 
 def test_a_turn_takes_the_place_of_the_one_it_goes_on_with() -> None:
     tracker = SessionKeyTracker(1_000)
-    assert tracker.register(key("a"), content("abcd"), 0.0, at_most=1) == []
-    assert ends(tracker.register(key("a"), content("abXYZ"), 0.0, at_most=1)) == "cd"
+    assert ends(tracker.register(key("a"), content("abcd"), 0.0, at_most=1).fresh) == "abcd"
+    change = tracker.register(key("a"), content("abXYZ"), 0.0, at_most=1)
+    assert (ends(change.fresh), ends(change.orphans)) == ("XYZ", "cd")
     assert tracker.num_tracked == 5
+    assert ends(tracker.register(key("a"), content("abXYZ1"), 0.0, at_most=1).fresh) == "1"
+    assert tracker.num_tracked == 6
 
 
 def test_prompts_side_by_side_stay_up_to_as_many_as_the_session_runs() -> None:
     tracker = SessionKeyTracker(1_000)
     tracker.register(key("a"), content("main"), 0.0, at_most=2)
-    assert tracker.register(key("a"), content("title"), 0.0, at_most=2) == []
-    assert ends(tracker.register(key("a"), content("other"), 0.0, at_most=2)) == "aimn"
+    assert not tracker.register(key("a"), content("title"), 0.0, at_most=2).orphans
+    assert ends(tracker.register(key("a"), content("other"), 0.0, at_most=2).orphans) == "aimn"
 
 
 def test_what_another_session_has_registered_is_nobodys_orphan() -> None:

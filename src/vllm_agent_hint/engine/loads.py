@@ -25,6 +25,7 @@ from vllm_agent_hint.sessions.intent import SessionKey
 from vllm_agent_hint.settings import Settings
 
 LOAD_ID_PREFIX: Final = "agent-hint-load-"
+_LOOK_AGAIN_SECONDS: Final = 0.2
 LOWEST_PRIORITY: Final = 2**31 - 1
 _WAITS: Final = RequestStatus.WAITING_FOR_REMOTE_KVS
 
@@ -244,7 +245,7 @@ class LoadQueue:
         self._is_blocked = (
             self.num_loading >= self._settings.max_prefetches
             or self._someone_waits()
-            or self._blocks_missing(wish.content) > self._blocks_to_spare()
+            or not self._has_room(wish, now)
         )
         if self._is_blocked:
             return
@@ -260,6 +261,17 @@ class LoadQueue:
         _, num_waiting = scheduler.get_request_counts()
         held = sum(1 for load in self._loads.values() if load.request.status is _WAITS)
         return bool(num_waiting > held)
+
+    def _has_room(self, wish: Wish, now: float) -> bool:
+        """Counting the blocks of a long context costs a millisecond: not in every step."""
+        spare = self._blocks_to_spare()
+        if spare <= 0:
+            return False
+        if now - wish.looked_at < _LOOK_AGAIN_SECONDS and wish.missing_blocks > spare:
+            return False
+        wish.looked_at = now
+        wish.missing_blocks = self._blocks_missing(wish.content)
+        return wish.missing_blocks <= spare
 
     def _blocks_missing(self, content: Content) -> int:
         """An upper bound: blocks of all groups that the content has and the cache has not."""

@@ -19,7 +19,7 @@ from vllm_agent_hint.hints import AgentHintParams, EditResult, EditStatus, EditT
 from vllm_agent_hint.stamp import DEFAULT_TENANT
 
 RPC_METHOD: Final = "agent_hint_rpc"
-_POLL_SECONDS: Final = 0.02
+_POLL_SECONDS: Final = 0.05
 
 _COMMON: Final = frozenset({"active", "reason", "results", "stats"})
 

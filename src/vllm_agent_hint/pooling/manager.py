@@ -124,14 +124,9 @@ class SessionAwarePoolingManager:
         """
         if not content.hashes:
             return
-        orphans = self.tracker.register(session, content, self.now + ttl, at_most=at_most)
-        self._let_go(orphans)
-        self._ask(
-            self.store.claim,
-            content.hashes,
-            Claim.PROTECTED if ttl else Claim.ORDINARY,
-            default=None,
-        )
+        change = self.tracker.register(session, content, self.now + ttl, at_most=at_most)
+        self._let_go(change.orphans)
+        self._claim(session, Claim.PROTECTED if ttl else Claim.ORDINARY, change.fresh)
         self._note_in_manifest(session)
         if ttl:
             self._begin_keep_alive()
@@ -203,8 +198,7 @@ class SessionAwarePoolingManager:
             return _NOTHING_RECORDED
         for content in page.contents:
             self.tracker.register(session, content, self.now + page.ttl, at_most=len(page.contents))
-            claim = Claim.PROTECTED if page.ttl else Claim.ORDINARY
-            self._ask(self.store.claim, content.hashes, claim, default=None)
+        self._claim(session, Claim.PROTECTED if page.ttl else Claim.ORDINARY)
         if page.ttl:
             self._begin_keep_alive()
         return ""
@@ -290,8 +284,7 @@ class SessionAwarePoolingManager:
         # An offloaded context is worth keeping although nothing protects it here any more.
         horizon = self.now + self._settings.idle_seconds
         found_now.keep_until = max(found_now.keep_until, horizon)
-        for content in found_now.contents:
-            self._ask(self.store.claim, content.hashes, Claim.PROTECTED, default=None)
+        self._claim(save.session, Claim.PROTECTED)
         self._note_in_manifest(save.session)
         self._begin_keep_alive()
         reason = self._local.release(save.session, save.span, lambda: save.handle.finish(outcome))
@@ -390,6 +383,26 @@ class SessionAwarePoolingManager:
         tokens = min(deleted, len(beyond)) * tokens_per_hash
         return OperationHandle.ended(Outcome(EditStatus.APPLIED, tokens, deleted))
 
+    def _claim(
+        self, session: SessionKey, claim: Claim, fresh: Sequence[bytes] | None = None
+    ) -> None:
+        """Tell the store who wants a session's content.
+
+        Args:
+            session: Whose.
+            claim: Of all of it.
+            fresh: All that it has not been told of; None for everything.
+        """
+        found = self.tracker.get(session)
+        if found is None:
+            return
+        if fresh is not None and found.claim is claim:
+            self._ask(self.store.claim, fresh, claim, default=None)
+            return
+        found.claim = claim
+        for content in found.contents:
+            self._ask(self.store.claim, content.hashes, claim, default=None)
+
     def _let_go(self, orphans: Sequence[bytes]) -> None:
         if orphans:
             self.counters.orphaned_keys += len(orphans)
@@ -432,12 +445,7 @@ class SessionAwarePoolingManager:
             if found is None:
                 continue
             if found.keep_until <= now:
-                self._ask(
-                    self.store.claim,
-                    self.tracker.owned_alone(session),
-                    Claim.ORDINARY,
-                    default=None,
-                )
+                self._end_protection(session, found)
                 continue
             wanted = True
             for content in found.contents:
@@ -451,6 +459,13 @@ class SessionAwarePoolingManager:
             self.next_keep_alive_at = now + self._settings.keep_alive_seconds
         else:
             self.next_keep_alive_at = math.inf
+
+    def _end_protection(self, session: SessionKey, found: Registration) -> None:
+        """Its time is over: what it shares with others is theirs to speak for."""
+        if found.claim is not Claim.ORDINARY:
+            found.claim = Claim.ORDINARY
+            alone = self.tracker.owned_alone(session)
+            self._ask(self.store.claim, alone, Claim.ORDINARY, default=None)
 
     def keeps(self, session: SessionKey, now: float) -> bool:
         """Whether a session has something in the store that is still to be kept."""

@@ -1,5 +1,6 @@
 """What ``SessionAwarePoolingManager`` needs: of a connector, and of the GPU cache beside it."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -101,6 +102,9 @@ class Wish:
     wanted_at: float
     give_up_at: float
     is_guess: bool = False
+    missing_blocks: int = 0
+    """Blocks that have to be free for it, when somebody last looked."""
+    looked_at: float = -math.inf
 
 
 class Loads(Protocol):

@@ -1,10 +1,12 @@
 """Which session has registered which content, and which content is whose alone."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from vllm_agent_hint.pooling.capability import Content
+from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.sessions.intent import SessionKey
 
 
@@ -16,15 +18,29 @@ class Registration:
         contents: Latest last; of each prompt that the session runs side by side.
         keep_until: Monotonic seconds until which they are kept alive.
         version: Grows with each turn.
+        claim: What the store was told of them.
     """
 
     contents: list[Content]
     keep_until: float = 0.0
     version: int = 0
+    claim: Claim = Claim.ORDINARY
 
     @property
     def latest(self) -> Content:
         return self.contents[-1]
+
+
+class Change(NamedTuple):
+    """What a registration has changed.
+
+    Args:
+        fresh: Hashes that the session had not registered right before.
+        orphans: Hashes that nobody has registered any more.
+    """
+
+    fresh: Sequence[bytes]
+    orphans: list[bytes]
 
 
 class SessionKeyTracker:
@@ -67,35 +83,41 @@ class SessionKeyTracker:
 
     def register(
         self, session: SessionKey, content: Content, keep_until: float, *, at_most: int
-    ) -> list[bytes]:
+    ) -> Change:
         """Note a session's latest context, in place of those that it goes on with.
 
         A context goes on with an earlier one if it begins with at least half of it; what it has
-        not in common with that is no longer the session's.
+        not in common with that is no longer the session's. O(what is not in common).
 
         Args:
             session: Whose.
             content: What a request has left.
             keep_until: Monotonic seconds.
             at_most: Contexts that the session runs side by side; the oldest give way.
-
-        Returns:
-            Hashes that nobody has registered any more.
         """
         found = self._sessions.pop(session, None) or Registration([])
         self._sessions[session] = found
         kept = [c for c in found.contents if not _goes_on_with(content, c)]
-        dropped = [c for c in found.contents if _goes_on_with(content, c)]
+        replaced = [c for c in found.contents if _goes_on_with(content, c)]
+        common = 0
+        tails: list[Sequence[bytes]] = []
+        if replaced:
+            # One of them is taken over; the others end.
+            common = _count_in_common(replaced[-1], content)
+            tails.append(replaced[-1].hashes[common:])
+            tails += [c.hashes for c in replaced[:-1]]
         kept.append(content)
-        dropped += kept[: -max(1, at_most)]
+        tails += [c.hashes for c in kept[: -max(1, at_most)]]
         found.contents = kept[-max(1, at_most) :]
         found.keep_until = max(found.keep_until, keep_until)
         found.version += 1
-        self._add(content)
-        orphans = self._drop(dropped)
+        fresh = content.hashes[common:]
+        self._owners.update(fresh)
+        self._size += len(fresh)
+        orphans = self._drop(tails)
         while self._size > self._max_hashes and len(self._sessions) > 1:
             orphans += self.forget(next(iter(self._sessions)))
-        return orphans
+        return Change(fresh, orphans)
 
     def forget(self, session: SessionKey) -> list[bytes]:
         """The session has given up its contexts.
@@ -104,7 +126,7 @@ class SessionKeyTracker:
             Hashes that nobody has registered any more.
         """
         found = self._sessions.pop(session, None)
-        return [] if found is None else self._drop(found.contents)
+        return [] if found is None else self._drop([c.hashes for c in found.contents])
 
     def owned_alone(self, session: SessionKey) -> list[bytes]:
         """Hashes that no other session has registered, first to last of each context."""
@@ -114,15 +136,11 @@ class SessionKeyTracker:
         own = Counter(h for content in found.contents for h in content.hashes)
         return [h for h, count in own.items() if self._owners[h] == count]
 
-    def _add(self, content: Content) -> None:
-        self._owners.update(content.hashes)
-        self._size += len(content.hashes)
-
-    def _drop(self, contents: Iterable[Content]) -> list[bytes]:
+    def _drop(self, dropped: Iterable[Sequence[bytes]]) -> list[bytes]:
         orphans: list[bytes] = []
-        for content in contents:
-            self._size -= len(content.hashes)
-            for h in content.hashes:
+        for hashes in dropped:
+            self._size -= len(hashes)
+            for h in hashes:
                 left = self._owners[h] - 1
                 if left:
                     self._owners[h] = left
@@ -130,6 +148,18 @@ class SessionKeyTracker:
                     del self._owners[h]
                     orphans.append(h)
         return orphans
+
+
+def _count_in_common(one: Content, other: Content) -> int:
+    """How many hashes two contexts begin with alike. O(log hashes)."""
+    low, high = 0, min(len(one.hashes), len(other.hashes))
+    while low < high:
+        middle = (low + high) // 2
+        if one.hashes[middle] == other.hashes[middle]:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 def _goes_on_with(content: Content, earlier: Content) -> bool:
