@@ -95,7 +95,8 @@ def _one_agent(arm: Arm, agent: int, found: Resumes) -> None:
     context = tokens(CONTEXT_TOKENS, agent + 1)
     first = arm.ask(context, session, max_tokens=8)
     if arm.parks:
-        found.hits.append(arm.ask([*context, *tokens(40, 7_000 + agent)]).ttft)
+        # By the session itself: what a stranger has used of it outlives it for a while.
+        found.hits.append(arm.ask([*context, *tokens(40, 7_000 + agent)], session).ttft)
         arm.edit(session, "offload", wait_seconds=30)
     arm.flood(agent)
     operation = arm.edit(session, "prefetch")[1] if arm.parks else ""
