@@ -1,6 +1,7 @@
 """Sessions in a KV connector, on vLLM's real scheduler: what happens, and what survives faults."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -654,3 +655,67 @@ def test_a_third_party_that_raises_costs_the_connector_and_nothing_else(log: Any
     assert "without the KV connector" in log.text
     assert engine.serve(CONTEXT, hint=hinted("a", 60.0)) > 0
     assert engine.pool.num_blocks_in[Zone.TTL] == 20
+
+
+# -- what planted faults have asked for ------------------------------------------------------------
+
+
+def test_a_connector_that_loads_only_for_the_model_is_unsupported_and_the_model_never_runs() -> (
+    None
+):
+    engine = pooling_engine()
+    away(engine)
+    ran = len(engine.ran)
+    engine.remote.loads._ask_connector = lambda request, computed: (WHOLE, False)
+
+    (result,) = engine.done("a", "prefetch")
+
+    assert result["status"] == "unsupported"
+    assert len(engine.ran) == ran
+    engine.assert_nothing_is_left()
+
+
+def test_a_save_that_is_not_whole_leaves_local_retention_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = pooling_engine()
+    engine.serve(CONTEXT, hint=hinted("a", 600.0))
+    monkeypatch.setattr(engine.remote.spm.store, "loadable_tokens", lambda content: 10 * BLOCK)
+
+    (result,) = engine.done("a", "offload")
+
+    assert (result["status"], result["tokens"]) == ("partial", 10 * BLOCK)
+    assert engine.pool.num_blocks_in[Zone.TTL] == 20
+    engine.assert_nothing_is_left()
+
+
+def test_a_block_whose_last_token_was_sampled_and_not_computed_is_not_registered() -> None:
+    engine = pooling_engine()
+    engine.serve(CONTEXT, hint=hinted("a", 60.0), max_tokens=BLOCK - 3)
+
+    engine.done("a", "offload")
+
+    shown = engine.call("show", session_id="a")["session"]["residency"]
+    assert shown == {"tokens": WHOLE, "local": WHOLE, "remote": WHOLE}
+    engine.assert_nothing_is_left()
+
+
+def test_a_state_is_handed_over_only_while_its_block_still_holds_it() -> None:
+    engine = pooling_engine()
+    engine.serve(CONTEXT, hint=hinted("a", 60.0))
+    store = engine.remote.spm.store
+    content = engine.remote.spm.tracker.get(next(iter(engine.remote.spm.tracker))).latest
+    ids = engine.cached_ids(CONTEXT)
+    store._states = {
+        "save": [
+            (0, ids[3], 4 * BLOCK, content.hashes[3]),
+            (0, ids[4], 5 * BLOCK, content.hashes[7]),
+        ]
+    }
+    handed: dict[str, Any] = {}
+    store._build_meta = lambda output: None
+    state = SimpleNamespace(boundary_state_offloads=handed)
+
+    store._hand_over_states(SimpleNamespace(kv_connector_block_state=state))
+
+    assert handed == {"save": [(0, ids[3], 4 * BLOCK)]}

@@ -505,6 +505,7 @@ STORE_LOST_IT = "the store has nothing of it any more"
 _NOTHING_RECORDED = "nothing is recorded for this session"
 
 _WORST_FIRST = (
+    EditStatus.UNSUPPORTED,
     EditStatus.FAILED,
     EditStatus.REJECTED,
     EditStatus.MISSING,
