@@ -131,7 +131,7 @@ class Settings(BaseSettings):
         "tenant that has most is forgotten.",
     )
     protected_share: float = Field(
-        default=0.8,
+        default=1.0,
         ge=0.0,
         le=1.0,
         description="Share of the pool's blocks that sessions may associate with themselves. "
@@ -177,6 +177,11 @@ class Settings(BaseSettings):
         default=Placement.BACK,
         description="Where a block whose lease has expired enters its new zone: back keeps its "
         "turn behind the blocks that are there, front makes it the next to be reused.",
+    )
+    superseded_enters: Placement = Field(
+        default=Placement.FRONT,
+        description="Where a block enters that a later turn of its session does not repeat: front "
+        "makes it the next to be reused, back the last of the ordinary ones.",
     )
     release_slice: int = Field(
         default=128,

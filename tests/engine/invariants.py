@@ -16,6 +16,7 @@ def check_invariants(scheduler: Any) -> None:
     check_zones(scheduler.kv_cache_manager.block_pool)
     check_records(scheduler)
     check_protections(scheduler)
+    check_standing(scheduler.agent_hint.sam)
 
 
 def check_queue(pool: Any) -> None:
@@ -107,6 +108,16 @@ def check_protections(scheduler: Any) -> None:
         assert carried == deadline or (
             carried > deadline and carried in expiring.get(block_id, ())
         ), f"block {block_id} carries {carried}, its owners give it {deadline}"
+
+
+def check_standing(sam: Any) -> None:
+    """Who rests and holds something is where the policy looks, and nobody else is."""
+    for session in sam.sessions.values():
+        rests = session.rested_at is not None
+        assert rests <= (not session.live)
+        gives = any(len(lineage) and lineage.trim_to != 0 for lineage in session.lineages)
+        assert (rests and gives) <= (session in sam.standing) <= rests
+    assert len(sam.standing) == sum(session in sam.standing for session in sam.sessions.values())
 
 
 def check_nothing_left(scheduler: Any) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from vllm_agent_hint.settings import Placement
 
 ZONES = ("A", "B", "C")
+CHOOSE_AT_LEAST = 128
+"""Blocks that are chosen in one go."""
 
 
 def zone_of(count: int, deadline: float) -> str:
@@ -26,6 +28,10 @@ class NaiveQueue:
         self.shortages: list[int] = []
         """How many blocks zone A fell short of, each time."""
         self.on_shortage: Callable[[int], None] = lambda _: None
+        self.on_choice: Callable[[str, int], int] | None = None
+        """Brings blocks of a zone to its front, and says how many."""
+        self.brought = {"B": 0, "C": 0}
+        """Of those how many are left at the front."""
 
     @property
     def order(self) -> list[int]:
@@ -44,8 +50,16 @@ class NaiveQueue:
             self.shortages.append(n - len(taken))
             self.on_shortage(n - len(taken))
             taken += self._take_ordinary(n - len(taken))
-        while len(taken) < n:
-            taken.append((self.zones["B"] or self.zones["C"]).pop(0))
+        for zone in ("B", "C"):
+            taken += self._take_chosen(zone, min(self.brought[zone], n - len(taken)))
+            if len(taken) < n and self.zones[zone] and self.on_choice is not None:
+                self.brought[zone] = self.on_choice(zone, max(n - len(taken), CHOOSE_AT_LEAST))
+            taken += self._take_chosen(zone, n - len(taken))
+        return taken
+
+    def _take_chosen(self, zone: str, n: int) -> list[int]:
+        taken, self.zones[zone] = self.zones[zone][:n], self.zones[zone][n:]
+        self.brought[zone] = max(0, self.brought[zone] - len(taken))
         return taken
 
     def _take_ordinary(self, n: int) -> list[int]:
@@ -77,3 +91,4 @@ class NaiveQueue:
 
     def fold(self) -> None:
         self.zones = {"A": self.order, "B": [], "C": []}
+        self.brought = {"B": 0, "C": 0}

@@ -389,6 +389,7 @@ TRIGGERS: dict[str, Callable[[Engine], None]] = {
     "blocks_reused": reuse,
     "block_moved": move,
     "pool_short": run_short,
+    "blocks_wanted": run_short,
     "pool_reset": reset,
     "report": report,
     "turn_facts": tell,
@@ -473,11 +474,11 @@ def test_a_fault_at_any_hook_leaves_plain_lru_and_the_metrics_say_so(
     entered: list[str] = []
     hook = getattr(hooks, name)
 
-    def with_a_broken_sam(*args: Any, **kwargs: Any) -> None:
+    def with_a_broken_sam(*args: Any, **kwargs: Any) -> Any:
         entered.append(name)
         if hooks.sam is not None:
             hooks.sam = BrokenSam()
-        hook(*args, **kwargs)
+        return hook(*args, **kwargs)
 
     setattr(hooks, name, with_a_broken_sam)
     if name == "request_served":

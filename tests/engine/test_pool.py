@@ -284,9 +284,12 @@ class HintedPoolMachine(PoolMachine):
         self.vllm = VllmPool(self.pool)
         self.naive = NaivePool(NUM_BLOCKS)
         self.naive.queue.on_shortage = self._on_naive_shortage
+        self.naive.queue.on_choice = self._on_naive_choice
         self.reported: list[tuple[Any, ...]] = []
         self.expiring: list[int] = []
         """Retained block ids whose marks go when zone A falls short, as due leases do."""
+        self.chosen: list[int] = []
+        """Block ids that are to go first, wherever they are."""
         self.expired: list[tuple[list[int], list[Any], int, list[float]]] = []
 
     # -- PoolObserver ----------------------------------------------------------------------------
@@ -323,6 +326,24 @@ class HintedPoolMachine(PoolMachine):
                     [i], self.naive.hashes[i][:1], -self.naive.count[i], [0.0]
                 )
 
+    def blocks_wanted(self, zone: Zone, num_blocks: int) -> int:
+        """Free or not, of this zone or another, with the content that is expected or another."""
+        self.reported.append(("wanted", "ABC"[zone], num_blocks))
+        blocks = [self.pool.blocks[i] for i in self.chosen[:num_blocks]]
+        self.pool.reuse_next([(b.block_id, b._block_hash) for b in blocks])
+        self.pool.reuse_next([(b.block_id, b"of other content") for b in self.pool.blocks])
+        free = self.pool.are_free([b.block_id for b in blocks], leased=zone is Zone.TTL)
+        return sum(
+            is_free and block.zone is zone for block, is_free in zip(blocks, free, strict=True)
+        )
+
+    def _on_naive_choice(self, zone: str, num_blocks: int) -> int:
+        self.naive.reported.append(("wanted", zone, num_blocks))
+        queue, zones = self.naive.queue, self.naive.zones
+        first = [i for i in self.chosen[:num_blocks] if i in queue.order]
+        queue.enter(first, zones, Placement.FRONT)
+        return sum(zones[i] == zone for i in first)
+
     # -- both ------------------------------------------------------------------------------------
 
     def both(self, name: str, *args: Any) -> Any:
@@ -348,6 +369,10 @@ class HintedPoolMachine(PoolMachine):
         retained = [i for i, zone in self.naive.zones.items() if zone != "A"]
         if retained:
             self.expiring = data.draw(st.lists(st.sampled_from(retained), unique=True), "due")
+
+    @rule(chosen=st.lists(st.integers(1, NUM_BLOCKS - 1), unique=True))
+    def some_blocks_are_to_go_first(self, chosen: list[int]) -> None:
+        self.chosen = chosen
 
     @invariant()
     def due_leases_are_those_of_retained_blocks(self) -> None:

@@ -22,7 +22,7 @@ from tests.engine.invariants import check_invariants, check_nothing_left
 from tests.engine.rig import SAMPLED_TOKEN, Clock, Engine, hinted, make_scheduler, prompt
 from vllm_agent_hint.sessions import family
 from vllm_agent_hint.sessions.intent import SessionKey
-from vllm_agent_hint.settings import Placement, Settings
+from vllm_agent_hint.settings import GiveWay, Placement, Settings
 from vllm_agent_hint.stamp import STAMP_KEY, Stamp
 
 SHRINKS = os.environ.get("HYPOTHESIS_PROFILE") == "explore"
@@ -67,6 +67,8 @@ class HintedScheduler(RuleBasedStateMachine):
         release_slice=st.sampled_from([1, 1024]),
         renew=st.booleans(),
         expired_enters=st.sampled_from(Placement),
+        give_way=st.sampled_from(GiveWay),
+        given_way_enters=st.sampled_from(Placement),
     )
     def start(self, num_blocks: int, max_num_batched_tokens: int, **bounds: object) -> None:
         self.engine = Engine(
@@ -251,6 +253,26 @@ class HintedScheduler(RuleBasedStateMachine):
         if isinstance(answer, Future):
             assert self.engine.scheduler.has_requests()
             self.unanswered.append(answer)
+
+    @rule(
+        session_id=session_ids,
+        ended=st.sampled_from(["tool_call", "final_message", "unknown"]),
+        told=st.booleans(),
+        is_last=st.booleans(),
+    )
+    def it_is_told_how_a_turn_ended(
+        self, session_id: str, ended: str, told: bool, is_last: bool
+    ) -> None:
+        """Of whichever turn, while its session rests, runs, or is gone."""
+        operation_id = "" if is_last else "of another turn"
+        session = self.engine.sam.sessions.get(SessionKey("", None, session_id))
+        answer = self.engine.call(
+            "facts", session_id=session_id, operation_id=operation_id, ended=ended, told=told
+        )
+        if answer["used"]:
+            assert session is not None
+            assert not session.live
+            assert session.turn.ended == ended
 
     @rule(session_id=session_ids)
     def free_a_tree(self, session_id: str) -> None:

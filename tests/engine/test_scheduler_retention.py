@@ -158,9 +158,11 @@ def test_a_session_that_moves_on_leaves_no_deadline_on_what_it_shared(clock: Clo
     engine.serve(CONTEXT, hint=hinted("moves on", 300.0))
     engine.serve(CONTEXT, hint=hinted("stays"))
     clock.advance(1.0)
-    engine.serve(prompt(7, 64), hint=hinted("moves on", 300.0))
-    assert engine.pool.num_blocks_in[Zone.SESSION] == len(CONTEXT) // BLOCK
-    assert engine.pool.num_blocks_in[Zone.TTL] == 64 // BLOCK
+    moved_on = CONTEXT[:BLOCK] + prompt(7, 64)
+    for tokens in (moved_on, moved_on):
+        engine.serve(tokens, hint=hinted("moves on", 300.0))
+    assert engine.pool.num_blocks_in[Zone.SESSION] == len(CONTEXT) // BLOCK - 1
+    assert engine.pool.num_blocks_in[Zone.TTL] == len(moved_on) // BLOCK
     check_invariants(engine.scheduler)
 
 

@@ -99,7 +99,7 @@ def test_installing_twice_enters_each_seam_once_and_says_what_is_active() -> Non
     assert found["rpc"] is True
     assert found["stats"] == ["agent_hint"]
     assert log.count("active for vLLM") == 2, "once per engine"
-    assert "protected_share=0.8" in log
+    assert "protected_share=1.0" in log
 
 
 def test_switched_off_nothing_of_vllm_is_replaced_and_nothing_imported() -> None:

@@ -47,6 +47,12 @@ def test_a_context_outlasts_the_flood_while_a_tool_runs(run: Run) -> None:
     assert cached > 0.9 * prompt
 
 
+def test_a_harness_says_how_its_turns_ended(run: Run) -> None:
+    lines = run("tool_turns.py").splitlines()
+    assert [line.endswith("used: True") for line in lines] == [True, True, True, False]
+    assert lines[2].startswith("coder: final_message")
+
+
 def test_a_worker_that_has_finished_is_evicted(run: Run) -> None:
     printed = run("branch_completed.py")
     assert '"status": "applied"' in printed

@@ -26,6 +26,7 @@ ROUTES = [
     ("GET", "/sessions/some"),
     ("POST", "/sessions/some"),
     ("DELETE", "/sessions/some"),
+    ("POST", "/sessions/some/turn"),
     ("GET", f"/operations/{UNKNOWN_OPERATION}"),
 ]
 BODY = {"edits": [{"type": "evict"}]}
@@ -47,7 +48,9 @@ def bob(server: TestServer) -> Client:
     return Client(server, **key(BOB_KEY))
 
 
-def body_for(method: str) -> dict[str, Any]:
+def body_for(method: str, path: str = "") -> dict[str, Any]:
+    if path.endswith("/turn"):
+        return {"json": {"ended": "tool_call"}}
     return {"json": BODY} if method == "POST" else {}
 
 
@@ -57,7 +60,9 @@ def body_for(method: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_every_route_wants_the_key(server: TestServer, method: str, path: str) -> None:
     for headers in ({}, key("wrong"), {"Authorization": ALICE_KEY}, {"X-API-Key": ALICE_KEY}):
-        response = server.client.request(method, ROOT + path, headers=headers, **body_for(method))
+        response = server.client.request(
+            method, ROOT + path, headers=headers, **body_for(method, path)
+        )
         assert response.status_code == 401, (headers, response.text)
         assert response.json() == {"error": "Unauthorized"}
 
@@ -69,9 +74,12 @@ def test_every_route_answers_who_has_a_key(
     alice.turn("some", tokens(300, seed=1))
     if "operations" in path:
         path = f"/operations/{alice.turn('some', tokens(300, seed=1))['operation_id']}"
-    response = alice.call(method, path, **body_for(method))
+    response = alice.call(method, path, **body_for(method, path))
     assert response.status_code == 200, response.text
-    if path in ("/state", "/sessions"):
+    if path.endswith("/turn"):
+        assert response.json()["used"] is True
+        assert bob.call(method, path, **body_for(method, path)).json()["used"] is False
+    elif path in ("/state", "/sessions"):
         assert bob.call(method, path).status_code == 200
     else:
         assert bob.call(method, path, **body_for(method)).status_code == 404
@@ -86,6 +94,7 @@ def test_openapi_shows_every_route_with_its_models_and_errors(server: TestServer
         (f"{ROOT}/sessions/{{session_id}}", "get"),
         (f"{ROOT}/sessions/{{session_id}}", "post"),
         (f"{ROOT}/sessions/{{session_id}}", "delete"),
+        (f"{ROOT}/sessions/{{session_id}}/turn", "post"),
         (f"{ROOT}/operations/{{operation_id}}", "get"),
         (f"{ROOT}/capture", "post"),
         (f"{ROOT}/capture", "get"),
@@ -98,7 +107,8 @@ def test_openapi_shows_every_route_with_its_models_and_errors(server: TestServer
             responses = operation["responses"]
             assert "422" not in responses, "vLLM sends none"
             assert "$ref" in responses["200"]["content"]["application/json"]["schema"]
-            for status in ("400", "503", *(["404"] if "{" in path else [])):
+            is_missed = "{" in path and not path.endswith("/turn")
+            for status in ("400", "503", *(["404"] if is_missed else [])):
                 schema = responses[status]["content"]["application/json"]["schema"]
                 assert schema["$ref"].endswith("/ErrorResponse")
             assert "401" in responses
@@ -266,6 +276,91 @@ def test_the_effects_of_an_ordinary_request_can_be_asked_for(alice: Client) -> N
         ("prefetch", "unsupported"),
         ("evict", "applied"),
     ]
+
+
+# -- how a turn ended --------------------------------------------------------------------------
+
+CALL = {"ended": "tool_call", "tools": ["read", "bash"]}
+
+
+def tell(client: Client, name: str, **body: Any) -> bool:
+    response = client.call("POST", path_of(name) + "/turn", json={**CALL, **body})
+    assert response.status_code == 200, response.text
+    assert response.json() == {"session_id": name, "used": response.json()["used"]}
+    used: bool = response.json()["used"]
+    return used
+
+
+def test_how_a_turn_ended_is_of_use_while_its_session_rests(alice: Client) -> None:
+    turn = alice.turn("told", tokens(300, seed=20))
+    for _ in range(2):
+        assert tell(alice, "told")
+    assert tell(alice, "told", operation_id=turn["operation_id"], ended="final_message", tools=[])
+    alice.turn("told", tokens(300, seed=20))
+    assert not tell(alice, "told", operation_id=turn["operation_id"]), "of the turn before"
+    assert not tell(alice, "told", operation_id=UNKNOWN_OPERATION)
+
+
+def test_how_a_turn_ended_is_of_no_use_to_whoever_has_no_such_session(
+    alice: Client, bob: Client
+) -> None:
+    """Another tenant's session answers as one that never was."""
+    alice.turn("told-by-alice", tokens(300, seed=21), cache_salt="pepper")
+    never_was = bob.call("POST", path_of("told-by-alicf") + "/turn", json=CALL)
+    of_another = bob.call("POST", path_of("told-by-alice") + "/turn", json=CALL)
+    status, content, headers = answer_of(of_another)
+    assert answer_of(never_was) == (status, content.replace(b"alice", b"alicf"), headers)
+    assert not tell(alice, "told-by-alice"), "the salt is a part of its name"
+    assert tell(alice, "told-by-alice", cache_salt="pepper")
+
+
+def test_slashes_of_an_id_may_stand_before_the_turn(alice: Client) -> None:
+    alice.turn("team/agent/8", tokens(150, seed=22))
+    response = alice.call("POST", "/sessions/team/agent/8/turn", json=CALL)
+    assert response.json() == {"session_id": "team/agent/8", "used": True}
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [
+        (b"", "body"),
+        (b"[]", "body"),
+        (b"{}", "ended"),
+        (b'{"ended": null}', "ended"),
+        (b'{"ended": "s3cret"}', "ended"),
+        (b'{"ended": "cut", "tools": "bash"}', "tools"),
+        (b'{"ended": "cut", "tools": [1]}', "tools.0"),
+        (b'{"ended": "cut", "tools": ["a", ""]}', "tools.1"),
+        (b'{"ended": "cut", "tools": ["' + b"x" * 65 + b'"]}', "tools.0"),
+        (b'{"ended": "cut", "tools": ["\\ud800"]}', "tools.0"),
+        (b'{"ended": "cut", "tools": [' + b",".join([b'"a"'] * 17) + b"]}", "tools"),
+        (b'{"ended": "cut", "operation_id": "s3cret"}', "operation_id"),
+        (b'{"ended": "cut", "operation_id": ""}', "operation_id"),
+        (b'{"ended": "cut", "cache_salt": ""}', "cache_salt"),
+        (b'{"ended": "cut", "tenant": "bob"}', "tenant"),
+        (b'{"ended": "cut", "session_id": "other"}', "session_id"),
+        (b'{"ended": "cut", "edits": []}', "edits"),
+    ],
+)
+def test_a_turn_that_is_told_wrongly_is_a_400_that_names_the_field(
+    alice: Client, content: bytes, param: str
+) -> None:
+    response = alice.call(
+        "POST",
+        "/sessions/some/turn",
+        content=content,
+        headers={"Content-Type": "application/json"},
+    )
+    assert response.status_code == 400, response.text
+    error = error_of(response)
+    assert (error["param"], error["type"]) == (param, "BadRequestError")
+    assert "s3cret" not in error["message"]
+
+
+@pytest.mark.parametrize("encoded", ["", "x" * 257, "some%0A", "a%00b"])
+def test_a_turn_of_what_is_no_id_is_a_400_that_names_it(alice: Client, encoded: str) -> None:
+    response = alice.call("POST", f"/sessions/{encoded}/turn", json=CALL)
+    assert (response.status_code, error_of(response)["param"]) == (400, "session_id")
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -465,6 +560,7 @@ def test_a_server_on_which_hints_have_no_effect_says_so_everywhere(serve: Serve)
         assert "caching" in result["reason"]
         operation = client.ask(f"/operations/{report['operation_id']}")
         assert operation["results"] == [result]
+    assert not tell(client, "some")
 
 
 # -- what is written down ----------------------------------------------------------------------

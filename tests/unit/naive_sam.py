@@ -52,6 +52,8 @@ class Context:
     claims: list[Claim] = field(default_factory=list)
     base_tokens: int = 0
     """What a prompt has to share to go on with it."""
+    turns_passed: int = 0
+    """Turns of its session with other prompts since its own last one."""
 
     def __bool__(self) -> bool:
         return any(self.records)
@@ -294,8 +296,8 @@ class NaiveSam:
             self._rest(session, now)
             return
         self._record(context, tables, num_hits, wanted, now, replaces=replaces)
-        if succeeded and not session.had_company:
-            session.contexts = [context]
+        if succeeded and not session.had_company and not request.intent.is_sibling:
+            self._pass_by(session, context, tables)
         if succeeded:
             if request.continues is context:
                 context.base_tokens = request.shared_tokens
@@ -382,6 +384,29 @@ class NaiveSam:
                 if j != k
             )
         ]
+
+    def _pass_by(self, session: NaiveSession, context: Context, tables: list[Blocks]) -> None:
+        """Two turns with another prompt, the second of which begins as it does, end one."""
+        context.turns_passed = 0
+        kept = []
+        for other in session.contexts:
+            if other is not context:
+                other.turns_passed += 1
+            over = other.turns_passed >= 2 and (not other or self._begins_alike(other, tables))
+            if other is context or not over:
+                kept.append(other)
+        session.contexts = kept
+
+    def _begins_alike(self, context: Context, tables: list[Blocks]) -> bool:
+        dense = [g for g, layout in enumerate(self.layouts) if not layout.is_checkpoint]
+        if not any(tables[g] for g in dense):
+            return True
+        return any(
+            0 in context.records[g]
+            and 0 in tables[g]
+            and context.records[g][0].hash == self.port.blocks[tables[g][0]].hash
+            for g in dense
+        )
 
     def _contradicts(self, context: Context, tables: list[Blocks]) -> bool:
         """Whether a request has other content than the context where both have some."""

@@ -10,6 +10,7 @@ from vllm_agent_hint.hints import EditResult, EditType
 from vllm_agent_hint.sessions.intent import Edit, Protection, SessionIntent, SessionKey
 from vllm_agent_hint.sessions.lineage import LOST, GroupLayout, RecordedPrefix
 from vllm_agent_hint.sessions.manager import SessionAwareManager
+from vllm_agent_hint.sessions.policy import RetentionPolicy
 from vllm_agent_hint.sessions.session import LiveRequest
 from vllm_agent_hint.settings import Settings
 
@@ -47,6 +48,7 @@ class PlainEngine:
         is_naive_beside: Whether a naive core is told the same. It knows of no bounds.
         has_steps_after_each_call: Whether what a request or an edit lets go of has been released
             when the call returns, as after some steps of the scheduler.
+        policy: The session core's; None for what the settings say.
     """
 
     def __init__(
@@ -58,13 +60,14 @@ class PlainEngine:
         is_naive_beside: bool = False,
         is_strict: bool = True,
         has_steps_after_each_call: bool = True,
+        policy: RetentionPolicy | None = None,
     ) -> None:
         self.has_steps_after_each_call = has_steps_after_each_call
         self.now = 1000.25
         self.layouts = layouts
         self.settings = settings or Settings()
         self.port = PlainPort(num_blocks, is_strict=is_strict)
-        self.sam = SessionAwareManager(self.port, layouts, self.settings, self.now)
+        self.sam = SessionAwareManager(self.port, layouts, self.settings, self.now, policy)
         self.naive: NaiveSam | None = None
         if is_naive_beside:
             self.naive = NaiveSam(

@@ -64,8 +64,8 @@ class PlainPort:
     def ttl_expire_at(self, block_id: int) -> float:
         return self.blocks[block_id].deadline
 
-    def is_free(self, block_id: int) -> bool:
-        return block_id in self.free
+    def are_free(self, block_ids: Sequence[int], *, leased: bool) -> list[bool]:
+        return [i in self.free and bool(self.blocks[i].deadline) is leased for i in block_ids]
 
     def reuse_next(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         chosen = [block_id for block_id, _ in blocks]

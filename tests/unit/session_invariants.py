@@ -36,6 +36,7 @@ def check_invariants(sam: SessionAwareManager, port: PlainPort, settings: Settin
     check_records(sam, port, owners)
     check_deadlines(sam, port, owners)
     check_wheels(sam)
+    check_standing(sam)
     check_bounds(sam, port, settings)
 
 
@@ -145,6 +146,37 @@ def check_wheels(sam: SessionAwareManager) -> None:
     assert (sam.next_tick_at < float("inf")) == (waits > 0)
 
 
+def check_standing(sam: SessionAwareManager) -> None:
+    """Who rests and has something to give stands where the policy can find it, and nobody else."""
+    standing = sam.standing
+    for session in sam.sessions.values():
+        rests = session.rested_at is not None
+        assert rests <= (not session.live), "it rests while a request is alive"
+        assert session.is_heir <= (not rests)
+        gives = any(len(lineage) and lineage.trim_to != 0 for lineage in session.lineages)
+        if rests and gives:
+            assert session in standing, "nobody finds what it holds"
+        if session in standing:
+            assert rests
+            # Some of it may have been let go since it began to stand.
+            assert session.num_records, "a place was left behind"
+    assert len(standing) == sum(session in standing for session in sam.sessions.values())
+    for kind, classes in standing._classes.items():
+        for queue in classes.values():
+            assert queue.places
+            assert queue.places == sorted(queue.places, key=lambda place: place.order)
+            for place in queue.places:
+                assert not place.is_left
+                assert place in standing._places[place.session]
+                assert place.order[0] == place.session.rested_at
+                assert place.kind is kind
+    in_queues = sum(
+        len(q.places) for classes in standing._classes.values() for q in classes.values()
+    )
+    spent = sum(map(len, standing._spent.values()))
+    assert sum(map(len, standing._places.values())) == in_queues + spent
+
+
 def check_bounds(sam: SessionAwareManager, port: PlainPort, settings: Settings) -> None:
     assert len(sam.sessions) - sam.num_heirs <= settings.max_sessions
     assert sam.ledger.index.num_records <= settings.max_records
@@ -171,4 +203,4 @@ def check_nothing_left(sam: SessionAwareManager, port: PlainPort) -> None:
     assert not any(sam.ledger.index.owners(i) for i in range(port.num_gpu_blocks))
     assert len(sam.agenda.leases) == len(sam.agenda.unleased) == len(sam.agenda.idle) == 0
     assert sam.history.size == sam.num_heirs == 0
-    assert len(sam.releases) == 0
+    assert len(sam.releases) == len(sam.standing) == 0

@@ -198,6 +198,45 @@ class SessionMachine(RuleBasedStateMachine):
         if really:
             self.engine.reset()
 
+    # -- who gives way ---------------------------------------------------------------------------
+
+    @precondition(lambda self: self.named)
+    @rule(
+        data=st.data(),
+        facts=st.sampled_from([("tool_call", "bash"), ("tool_call", "read"), ("final_message",)]),
+        operation=st.sampled_from(["", "", "of an earlier turn"]),
+        told=st.booleans(),
+        times=st.integers(1, 2),
+    )
+    def more_becomes_known_of_a_turn(
+        self, data: st.DataObject, facts: tuple[str, ...], operation: str, told: bool, times: int
+    ) -> None:
+        """In time or late, once or twice, of this turn or another."""
+        session = self.sam.sessions[data.draw(st.sampled_from(self.named), "session")]
+        before = session.rested_at, session.turn, session.is_told
+        for _ in range(times):
+            is_of_use = self.sam.turn_ended(
+                session.key, operation, facts[0], facts[1:], self.engine.now, told=told
+            )
+            can_be = before[0] is not None and not operation and (told or not before[2])
+            assert is_of_use == can_be
+        after = session.rested_at, session.turn, session.is_told
+        assert after[0] == before[0], "it rests no longer for what is known of it"
+        if not is_of_use:
+            assert after == before
+
+    @precondition(lambda self: self.recorded)
+    @rule(wanted=st.integers(1, 6), leased=st.booleans())
+    def blocks_are_chosen(self, wanted: int, leased: bool) -> None:
+        """Of free blocks that one lineage holds, and of one zone."""
+        marks = [(block.count, block.deadline) for block in self.port.blocks]
+        found = self.sam.give_way(self.engine.now, wanted, leased=leased)
+        assert found <= wanted
+        for block_id in self.port.free[:found]:
+            assert len(self.sam.ledger.index.owners(block_id)) == 1
+            assert bool(self.port.blocks[block_id].deadline) is leased
+        assert marks == [(block.count, block.deadline) for block in self.port.blocks]
+
     # -- edits -----------------------------------------------------------------------------------
 
     @precondition(lambda self: self.named)

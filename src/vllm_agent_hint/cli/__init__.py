@@ -52,8 +52,8 @@ def demo(
     Exits with 0 if it ran; the verdict is printed, and stands in OUT/demo.json.
     """
     try:
+        from vllm_agent_hint.cli.demo.client import LoadError
         from vllm_agent_hint.cli.demo.columns import COLUMNS
-        from vllm_agent_hint.cli.demo.load import LoadError
         from vllm_agent_hint.cli.demo.run import run_demo
         from vllm_agent_hint.cli.demo.server import ServerError
     except ModuleNotFoundError as missing:

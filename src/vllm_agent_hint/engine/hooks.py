@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial, wraps
-from typing import Any, Concatenate, Final, ParamSpec
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from vllm.v1.request import RequestStatus
 
@@ -45,23 +45,39 @@ _SUCCESSES: Final = {
 }
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def _outlives_sam(
-    hook: Callable[Concatenate["EngineHooks", P], None],
-) -> Callable[Concatenate["EngineHooks", P], None]:
-    """Let no fault of the session core reach vLLM: drop it and go on as plain LRU."""
+def _answers(
+    otherwise: T,
+) -> Callable[
+    [Callable[Concatenate["EngineHooks", P], T]], Callable[Concatenate["EngineHooks", P], T]
+]:
+    """Let no fault of the session core reach vLLM: drop it and go on as plain LRU.
 
-    @wraps(hook)
-    def guarded(self: "EngineHooks", /, *args: P.args, **kwargs: P.kwargs) -> None:
-        if self.sam is None:
-            return
-        try:
-            hook(self, *args, **kwargs)
-        except Exception:
-            self.drop_sessions(hook.__name__)
+    Args:
+        otherwise: What the hook answers without it.
+    """
 
-    return guarded
+    def guard(
+        hook: Callable[Concatenate["EngineHooks", P], T],
+    ) -> Callable[Concatenate["EngineHooks", P], T]:
+        @wraps(hook)
+        def guarded(self: "EngineHooks", /, *args: P.args, **kwargs: P.kwargs) -> T:
+            if self.sam is None:
+                return otherwise
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception:
+                self.drop_sessions(hook.__name__)
+                return otherwise
+
+        return guarded
+
+    return guard
+
+
+_outlives_sam = _answers(None)
 
 
 def _spares_the_engine(
@@ -380,13 +396,27 @@ class EngineHooks:
 
     # -- facts about a finished turn -------------------------------------------------------------
 
-    @_outlives_sam
-    def turn_facts(self, key: SessionKey, operation_id: str, facts: TurnFacts, now: float) -> None:
-        """The front end has seen how a turn ended; late, twice or never."""
+    @_answers(False)
+    def turn_facts(
+        self, key: SessionKey, operation_id: str, facts: TurnFacts, now: float, *, told: bool
+    ) -> bool:
+        """How a turn ended; late, twice or never.
+
+        Args:
+            key: The session.
+            operation_id: The turn; empty for the session's last.
+            facts: Of it.
+            now: Monotonic seconds.
+            told: Whether a client says so; otherwise the front end has seen it.
+
+        Returns:
+            Whether it was of use.
+        """
         assert self.sam is not None
-        self.sam.turn_ended(key, operation_id, facts.ended, facts.tools, now)
+        is_of_use = self.sam.turn_ended(key, operation_id, facts.ended, facts.tools, now, told=told)
         if self.capture is not None:
             self.traffic_explained(operation_id, facts)
+        return is_of_use
 
     # -- time ----------------------------------------------------------------------------------
 
@@ -427,15 +457,11 @@ class EngineHooks:
         assert self.sam is not None
         self.sam.release_due(time.monotonic(), num_blocks)
 
+    @_answers(0)
     def blocks_wanted(self, zone: Zone, num_blocks: int) -> int:
         """See ``PoolObserver``."""
-        if self.sam is not None:
-            try:
-                leased = zone is Zone.TTL
-                return self.sam.give_way(time.monotonic(), num_blocks, leased=leased)
-            except Exception:
-                self.drop_sessions("blocks_wanted")
-        return 0
+        assert self.sam is not None
+        return self.sam.give_way(time.monotonic(), num_blocks, leased=zone is Zone.TTL)
 
     @_outlives_sam
     def pool_reset(self) -> None:

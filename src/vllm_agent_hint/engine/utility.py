@@ -40,6 +40,7 @@ class Call:
         at_once: Whether the caller can't wait for another step of the engine, as an offline
             engine in the caller's own process can't.
         facts: How a turn ended; ``unknown`` where the call says nothing of it.
+        told: Whether the client says so itself.
         capture_id: Names a capture of traffic.
         capture_key: Of its digests; the front end makes one for all engines.
     """
@@ -54,6 +55,7 @@ class Call:
     limit: int
     after: str | None
     facts: TurnFacts
+    told: bool
     capture_id: str
     capture_key: bytes
 
@@ -71,6 +73,7 @@ class Call:
             limit=payload.get("limit", 0),
             after=payload.get("after"),
             facts=TurnFacts.of(payload.get("ended"), payload.get("tools", ())),
+            told=payload.get("told", False),
             capture_id=payload.get("capture_id", ""),
             capture_key=payload.get("capture_key", b""),
         )
@@ -272,9 +275,12 @@ def _state(hooks: EngineHooks, call: Call, now: float) -> Content:
 
 
 def _facts(hooks: EngineHooks, call: Call, now: float) -> Content:
-    """How a turn of a session ended. It may be another engine's, then this one knows none of it."""
-    hooks.turn_facts(call.key, call.operation_id, call.facts, now)
-    return {}
+    """How a turn of a session ended. It may be another engine's, then this one knows none of it.
+
+    Adds ``used``: whether it says something of the turn after which the session rests here.
+    """
+    used = hooks.turn_facts(call.key, call.operation_id, call.facts, now, told=call.told)
+    return {"used": used}
 
 
 # -- recording traffic -----------------------------------------------------------------------------
@@ -328,7 +334,7 @@ _OPERATIONS: Final[dict[str, tuple[_Run, Content]]] = {
     "show": (_show, {"session": None}),
     "operation": (_operation, {"operation": None}),
     "state": (_state, {"state": None}),
-    "facts": (_facts, {}),
+    "facts": (_facts, {"used": False}),
     "capture_start": (_capture_start, _NO_CAPTURE),
     "capture_take": (_capture_take, _NO_CAPTURE),
     "capture_stop": (_capture_stop, _NO_CAPTURE),

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from vllm_agent_hint.hints import MAX_EDITS, ContextEdit, EditResult, WaitSeconds
+from vllm_agent_hint.sessions.facts import MAX_TOOL_NAME, MAX_TOOLS, Ended
 
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000
@@ -23,6 +24,8 @@ ParentShown = Annotated[str | None, Field(description="The session that started 
 OperationIdShown = Annotated[
     str, Field(description="32 hexadecimal digits; ask for it at `/operations`.")
 ]
+OperationIdAsked = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+ToolName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TOOL_NAME)]
 Cursor = Annotated[
     str,
     StringConstraints(min_length=1, max_length=4096),
@@ -69,6 +72,27 @@ class EditRequest(_Asked):
         WaitSeconds,
         Field(description="Answer once transfers have ended, or after so many seconds."),
     ] = 0.0
+
+
+class TurnRequest(_Asked):
+    model_config = ConfigDict(strict=True)
+
+    ended: Annotated[
+        Ended,
+        Field(
+            description="`tool_call`: you run a tool and come back. `final_message`: nothing is "
+            "left to do for now. `cut`: it ran out of tokens. `disconnected`: you did not wait."
+        ),
+    ]
+    tools: Annotated[
+        list[ToolName],
+        Field(max_length=MAX_TOOLS, description="Names of the tools called, first to last."),
+    ] = []
+    operation_id: Annotated[
+        OperationIdAsked | None,
+        Field(description="Of the turn, as in its reply; without it, the session's last."),
+    ] = None
+    cache_salt: CacheSalt | None = None
 
 
 class _Told(BaseModel):
@@ -191,6 +215,17 @@ class EditReport(_Told):
     session_id: SessionIdShown
     operation_id: OperationIdShown
     results: Annotated[list[EditResult], Field(description="One per edit, in their order.")]
+
+
+class TurnReport(_Told):
+    session_id: SessionIdShown
+    used: Annotated[
+        bool,
+        Field(
+            description="Whether it says something of the turn after which your session rests. "
+            "False where you have no such session, or it runs, or has had another turn since."
+        ),
+    ]
 
 
 class OperationReport(_Told):

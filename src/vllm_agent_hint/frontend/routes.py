@@ -44,6 +44,8 @@ from vllm_agent_hint.frontend.rest_models import (
     SessionPage,
     SessionView,
     State,
+    TurnReport,
+    TurnRequest,
 )
 from vllm_agent_hint.frontend.tenants import tenant_of
 from vllm_agent_hint.hints import (
@@ -181,6 +183,35 @@ async def show_session(
         _all_have_answered(answers)
         raise RefusedError(HTTPStatus.NOT_FOUND, NO_SUCH_SESSION, "session_id")
     return SessionView.model_validate(session)
+
+
+# Before the route of which it would be an id: one that ends in ``/turn`` can't be edited there.
+@router.post("/sessions/{session_id:agent_hint_id}/turn")
+async def end_turn(
+    raw_request: Request,
+    session_id: SessionId,
+    query: Annotated[NoQuery, Query()],
+    body: TurnRequest,
+) -> TurnReport:
+    """Say how a turn of a session ended: who comes back soon is kept longer.
+
+    It goes above what the server sees by itself. Say it once the reply is there; it may come
+    late, or twice, and a server that has no use for it says so.
+    """
+    payload = {
+        "op": "facts",
+        "session_id": session_id,
+        "cache_salt": body.cache_salt,
+        "operation_id": body.operation_id or "",
+        "ended": body.ended,
+        "tools": body.tools,
+        "told": True,
+    }
+    answers = await _ask(raw_request, payload)
+    used = any(answer.content.get("used") for answer in answers)
+    if not used:
+        _all_have_answered(answers)
+    return TurnReport(session_id=session_id, used=used)
 
 
 @router.post("/sessions/{session_id:agent_hint_id}", responses=_NOT_FOUND)

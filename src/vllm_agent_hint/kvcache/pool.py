@@ -74,9 +74,12 @@ class AgentBlockPool(BlockPool):
         deadline: float = self.blocks[block_id]._ttl_expire_at
         return deadline
 
-    def is_free(self, block_id: int) -> bool:
+    def are_free(self, block_ids: Sequence[int], *, leased: bool) -> list[bool]:
         """See ``BlockMetaPort``."""
-        return self.blocks[block_id].prev_free_block is not None
+        return [
+            block.prev_free_block is not None and (block._ttl_expire_at != 0.0) is leased
+            for block in map(self.blocks.__getitem__, block_ids)
+        ]
 
     def reuse_next(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """See ``BlockMetaPort``."""
@@ -226,8 +229,7 @@ class AgentBlockPool(BlockPool):
         blocks = super().get_new_blocks(num_blocks)
         if self.free_block_queue.taken:
             taken, self.free_block_queue.taken = self.free_block_queue.taken, []
-            self.pressure_overrides.update(block.zone for block in taken)
-            self._content_left(taken)
+            self._content_left(taken, self.pressure_overrides)
         return blocks
 
     def evict_blocks(self, block_ids: set[int]) -> None:
@@ -306,14 +308,26 @@ class AgentBlockPool(BlockPool):
             free = [block for block in changed if block.prev_free_block is not None]
             self.free_block_queue.enter(free, Placement.BACK)
 
-    def _content_left(self, blocks: Iterable[AgentKVCacheBlock]) -> None:
-        """Zero the scalars of blocks whose content is gone, and say so."""
+    def _content_left(
+        self, blocks: Iterable[AgentKVCacheBlock], counter: Counter[Zone] | None = None
+    ) -> None:
+        """Zero the scalars of blocks whose content is gone, and say so.
+
+        Args:
+            blocks: Which; all in zone B or C.
+            counter: Counts them by zone.
+        """
         gone: list[int] = []
+        num_protected = 0
         for block in blocks:
-            self._count(block.zone, Zone.ORDINARY)
+            num_protected += block._ttl_expire_at != 0.0
             block._session_ref_cnt = 0
             block._ttl_expire_at = 0.0
             gone.append(block.block_id)
+        for zone, number in ((_TTL, num_protected), (_SESSION, len(gone) - num_protected)):
+            self._count(zone, _ORDINARY, number)
+            if counter is not None and number:
+                counter[zone] += number
         if gone:
             self.free_block_queue.has_sessions = self.num_retained_blocks > 0
             if self.observer is not None:

@@ -8,7 +8,8 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 from vllm_agent_hint.kvcache.block import AgentKVCacheBlock, Zone
 from vllm_agent_hint.settings import Placement
 
-_CHOOSE_AT_LEAST: Final = 32
+_CHOOSE_AT_LEAST: Final = 128
+"""Blocks. A choice looks at every class of sessions once."""
 
 
 class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
@@ -70,16 +71,30 @@ class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
                 self.fake_free_list_head, self.fake_free_list_tail, n - len(blocks)
             )
         for zone in (Zone.SESSION, Zone.TTL):
-            missing = n - len(blocks)
-            if not missing:
-                break
-            if self._brought[zone] < missing and self.on_choice is not None:
+            # Those that were chosen before are worth less than any that are chosen now.
+            self._take_from(zone, blocks, min(self._brought[zone], n - len(blocks)))
+            if len(blocks) == n:
+                return
+            if self.on_choice is not None and not self._is_empty(zone):
                 # Some more than are missing: decodes take one block at a time.
-                self._brought[zone] = self.on_choice(zone, max(missing, _CHOOSE_AT_LEAST))
-            retained = self._take(*self._bounds[zone], missing)
-            self._brought[zone] = max(0, self._brought[zone] - len(retained))
-            self.taken += retained
-            blocks += retained
+                wanted = max(n - len(blocks), _CHOOSE_AT_LEAST)
+                self._brought[zone] = self.on_choice(zone, wanted)
+            self._take_from(zone, blocks, n - len(blocks))
+        if len(blocks) < n:
+            # Choosing has failed: every block is an ordinary one now.
+            blocks += self._take(
+                self.fake_free_list_head, self.fake_free_list_tail, n - len(blocks)
+            )
+
+    def _is_empty(self, zone: Zone) -> bool:
+        start, end = self._bounds[zone]
+        return start.next_free_block is end
+
+    def _take_from(self, zone: Zone, blocks: list[KVCacheBlock], n: int) -> None:
+        retained = self._take(*self._bounds[zone], n)
+        self._brought[zone] = max(0, self._brought[zone] - len(retained))
+        self.taken += retained
+        blocks += retained
 
     def _take(self, start: KVCacheBlock, end: KVCacheBlock, n: int) -> list[KVCacheBlock]:
         """Unlink at most n blocks between two nodes, from the front."""
@@ -135,7 +150,8 @@ class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
             zone: What the scalars of all of them name; None to look.
         """
         for block in blocks:
-            self.remove(block)
+            _link(block.prev_free_block, block.next_free_block)
+        self.num_free_blocks -= len(blocks)
         entering: tuple[list[AgentKVCacheBlock], ...] = ([], [], [])
         if zone is None:
             for block in blocks:

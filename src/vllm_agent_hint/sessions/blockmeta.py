@@ -45,8 +45,8 @@ class BlockMetaPort(Protocol):
     def ttl_expire_at(self, block_id: int) -> float:
         """The deadline that a block carries; 0.0 if none."""
 
-    def is_free(self, block_id: int) -> bool:
-        """Whether no request uses a block."""
+    def are_free(self, block_ids: Sequence[int], *, leased: bool) -> Sequence[bool]:
+        """Of each block, whether no request uses it and it has a deadline, or has none."""
 
     def reuse_next(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """Bring free blocks to the front of the zone that they are in.

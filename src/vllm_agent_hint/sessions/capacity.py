@@ -1,7 +1,7 @@
 """The bounds on what sessions hold: who gives way, and what of a newcomer is clipped."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vllm_agent_hint.sessions.agenda import Agenda, session_of
@@ -90,7 +90,7 @@ class Capacity:
         excess, _ = self._beyond_share(newcomers)
         if excess > 0:
             port = self._ledger.port
-            self._give_way(excess, lambda: port.num_retained_blocks, lambda: self._next(now))
+            self._give_way(excess, lambda: port.num_retained_blocks, self._in_order(now))
             # What gave way may have been shared with the newcomers: weigh them again.
             excess, weight = self._beyond_share(newcomers)
             if excess > 0:
@@ -104,7 +104,7 @@ class Capacity:
             self._give_way(
                 excess,
                 lambda: self._ledger.index.num_blocks_of(tenant),
-                lambda: self._next(now, tenant),
+                self._in_order(now, tenant),
             )
             excess, weight = self._beyond_tenant(tenant, newcomers)
             if excess > 0:
@@ -149,8 +149,8 @@ class Capacity:
             del newcomers[group][length:]
         return clipped
 
-    def _next(self, now: float, tenant: str | None = None) -> Session | None:
-        """Who gives way next: those without a lease first, and heirs last.
+    def _in_order(self, now: float, tenant: str | None = None) -> Iterator[Session]:
+        """Who gives way next, for as long as it holds something: without a lease first, heirs last.
 
         Args:
             now: Monotonic seconds.
@@ -162,21 +162,19 @@ class Capacity:
 
         wanted = None if tenant is None else counts
         for leased in (False, True):
-            session = self._standing.next_to_give_way(now, leased=leased, counts=wanted)
-            if session is not None:
-                return session
-        entry = self._agenda.next_to_give_way(tenant)
-        return None if entry is None else session_of(entry)
+            yield from self._standing.in_order(now, leased=leased, counts=wanted)
+        while (entry := self._agenda.next_to_give_way(tenant)) is not None:
+            yield session_of(entry)
 
     def _give_way(
-        self, num_blocks: int, count: Callable[[], int], next_session: Callable[[], Session | None]
+        self, num_blocks: int, count: Callable[[], int], in_order: Iterator[Session]
     ) -> None:
         """Release contexts, tail first, those first that are worth least.
 
         Args:
-            num_blocks: How many fewer are wanted. O(num_blocks).
+            num_blocks: How many fewer are wanted. O(num_blocks + classes).
             count: Says how many there are.
-            next_session: Says who is next.
+            in_order: Says who is next.
         """
         before = count()
         budget = 4 * num_blocks + 64
@@ -188,7 +186,7 @@ class Capacity:
                 self._releases.work(step)
                 budget -= step
                 continue
-            session = next_session()
+            session = next(in_order, None)
             if session is None:
                 break
             budget -= self._shorten(session, step)

@@ -5,7 +5,7 @@ The session -> blocks half is the chains themselves.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from vllm_agent_hint.sessions.chainset import ChainBits, ChainSet
 from vllm_agent_hint.sessions.lineage import Chain
@@ -57,6 +57,11 @@ class BlockIndex:
     def holders(self, block_id: int) -> Holders:
         """Who records a block, as a key: equal holders need to be looked at once only."""
         return self._holders[block_id] if self._holders else None
+
+    @property
+    def holder_of(self) -> Callable[[int], Holders]:
+        """``holders``, to be asked about many blocks of which some are held."""
+        return self._holders.__getitem__ if self._holders else self.holders
 
     def entries(self, block_ids: Sequence[int]) -> Iterator[tuple[Holders, int]]:
         """Who records each of some blocks, and its logical index."""
@@ -193,6 +198,30 @@ class BlockIndex:
                 for chain in owners:
                     self._shares_less(chain, 1)
         return owners
+
+    def forget_all(self, block_ids: Iterable[int]) -> list[tuple[Chain, int]]:
+        """Drop blocks whose content is gone. On the path of each block that a session loses.
+
+        Returns:
+            Each chain that recorded one, with its logical index.
+        """
+        if not self._holders:
+            return []
+        holders, logical = self._holders, self._logical
+        found: list[tuple[Chain, int]] = []
+        alone: dict[Chain, int] = {}
+        for block_id in block_ids:
+            held = holders[block_id]
+            if isinstance(held, Chain):
+                holders[block_id] = None
+                alone[held] = alone.get(held, 0) + 1
+                found.append((held, logical[block_id]))
+            elif held is not None:
+                found += [(chain, logical[block_id]) for chain in self.forget(block_id)]
+        for chain, number in alone.items():
+            self.num_records -= number
+            self._uncount(chain.lineage.session.tenant, number)
+        return found
 
     def hand_over(self, block_id: int, old: Chain, new: Chain) -> None:
         """Replace one owner of a block by another."""

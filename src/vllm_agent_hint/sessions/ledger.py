@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import compress, groupby
 from typing import Final, NamedTuple
 
 from vllm_agent_hint.sessions.blockmeta import BlockMetaPort, BulkMetaUpdate
@@ -417,16 +417,15 @@ class Ledger:
         Returns:
             Block ids and hashes. O(records), 0.5 us each.
         """
-        port, is_held_only_by = self.port, self.index.is_held_only_by
-        return [
+        holder_of = self.index.holder_of
+        alone = [
             (block_id, chain.hashes[position])
             for chain, position in records
-            if position < len(chain)
+            if position < len(chain.block_ids)
             and (block_id := chain.block_ids[position]) != LOST
-            and is_held_only_by(chain, block_id)
-            and port.is_free(block_id)
-            and (port.ttl_expire_at(block_id) != 0.0) is leased
+            and holder_of(block_id) is chain
         ]
+        return list(compress(alone, self.port.are_free([i for i, _ in alone], leased=leased)))
 
     def deadline_of_others(self, chain: Chain, block_id: int) -> float:
         """The latest deadline that other lineages give a block; 0.0 if none does. O(owners).
@@ -489,14 +488,14 @@ class Ledger:
             if belongs_to_others[holders]:
                 self._outside_hits[block_ids[k]] = hashes[k]
 
-    def blocks_reused(self, block_ids: Iterable[int]) -> None:
+    def blocks_reused(self, block_ids: Sequence[int]) -> None:
         """The pool has given these blocks to other content; their scalars are already zero."""
-        for block_id in block_ids:
-            logical = self.index.logical_index(block_id) if self.index else 0
-            for chain in self.index.forget(block_id):
-                chain.mark_lost(chain.position_of(logical))
-            self._outside_hits.pop(block_id, None)
-            self._unclaimed_use.pop(block_id, None)
+        for chain, logical in self.index.forget_all(block_ids):
+            chain.mark_lost(chain.position_of(logical))
+        for marks in (self._outside_hits, self._unclaimed_use):
+            if marks:
+                for block_id in block_ids:
+                    marks.pop(block_id, None)
 
     def block_moved(self, old_id: int, new_id: int) -> None:
         """The pool has moved a block's content and its scalars to another block."""

@@ -162,6 +162,7 @@ class Lineage:
         "releasing",
         "session",
         "trim_to",
+        "turns_passed",
     )
 
     def __init__(self, session: "Session", num_groups: int) -> None:
@@ -178,6 +179,8 @@ class Lineage:
         """The ``Release`` that does it."""
         self.expired_deadline = 0.0
         """When the last lease to expire ran out."""
+        self.turns_passed = 0
+        """Turns that its session has gone on with other prompts since it was continued."""
         self.base_tokens = 0
         """What a prompt has to share to go on with this one; see ``continuation``."""
 

@@ -94,11 +94,11 @@ class SessionAwareManager:
             self.sessions, self.ledger, self.agenda, self._serial, settings.idle_seconds
         )
         self.releases = Releases(self.ledger, self._heirs, self.history)
-        self._standing = Standing(self._policy, self.ledger)
+        self.standing = Standing(self._policy, self.ledger)
         self._capacity = Capacity(
             self.ledger,
             self.agenda,
-            self._standing,
+            self.standing,
             self.releases,
             settings,
             self._policy.given_way,
@@ -140,7 +140,7 @@ class SessionAwareManager:
         else:
             self._suspend(session)
         live = LiveRequest(session, intent)
-        live.gap = self._standing.come_back(session, now)
+        live.gap = self.standing.come_back(session, now)
         session.live.add(live)
         if intent.parent_session_id is not None:
             self._become_child(live, intent.parent_session_id, now)
@@ -213,6 +213,7 @@ class SessionAwareManager:
             )
         session.turn = RestingTurn(session.tenant, last_gap=live.gap, output_tokens=output_tokens)
         session.last_operation = operation_id
+        session.is_told = False
         asked = live.intent.protections or self._protections_by_policy(session)
         if asked and (succeeded or not session.protections):
             session.protections = asked
@@ -221,7 +222,7 @@ class SessionAwareManager:
         clipping = Clipping()
         if lineage is not None:
             if succeeded and not session.had_company and not live.intent.is_sibling:
-                for other in [other for other in session.lineages if other is not lineage]:
+                for other in continuation.passed_by(session, lineage):
                     self._supersede(other, prefixes)
             clipping = self._record(lineage, prefixes, renewed, now, replaces=replaces)
             if succeeded:
@@ -234,7 +235,14 @@ class SessionAwareManager:
         return self._retention_of(live, lineage, clipping)
 
     def turn_ended(
-        self, key: SessionKey, operation_id: str, ended: str, tools: Sequence[str], now: float
+        self,
+        key: SessionKey,
+        operation_id: str,
+        ended: str,
+        tools: Sequence[str],
+        now: float,
+        *,
+        told: bool = False,
     ) -> bool:
         """More has become known of how a turn ended. It may come late, twice or never.
 
@@ -244,6 +252,7 @@ class SessionAwareManager:
             ended: See ``TurnFacts``.
             tools: Names of the tools called, first to last.
             now: Monotonic seconds.
+            told: Whether the client says so itself. What the server has seen never changes that.
 
         Returns:
             Whether it says something of the turn after which the session rests.
@@ -253,8 +262,11 @@ class SessionAwareManager:
             return False
         if operation_id and operation_id != session.last_operation:
             return False
+        if session.is_told and not told:
+            return False
+        session.is_told = told
         session.turn = replace(session.turn, ended=ended, tool=tools[-1] if tools else "")
-        self._standing.rest(session, now)
+        self.standing.stand_again(session)
         return True
 
     def _lineage_for(
@@ -363,7 +375,7 @@ class SessionAwareManager:
         Returns:
             How many were found.
         """
-        return self._standing.bring_to_front(now, num_blocks, leased=leased)
+        return self.standing.bring_to_front(now, num_blocks, leased=leased)
 
     def finish_releases(self) -> None:
         """Release all that is being let go, without a pause."""
@@ -442,7 +454,7 @@ class SessionAwareManager:
         session = self.sessions.get(key)
         if session is None:
             return False
-        self._standing.stay_away(session)
+        self.standing.stay_away(session)
         self._free(session, placement=self._policy.evicted)
         self._reschedule()
         return True
@@ -479,6 +491,7 @@ class SessionAwareManager:
         elif edit.include_children:
             eviction = Eviction(self._layouts, edit, done)
             for member in list(family.tree(session)):
+                self.standing.stay_away(member)
                 self._evict(member, eviction, now)
                 self._free(member)
                 eviction.num_freed += 1
@@ -564,6 +577,8 @@ class SessionAwareManager:
             lineage.base_tokens = 0
             if len(session.lineages) > 1 and lineage in session.lineages:
                 session.lineages.remove(lineage)
+        if not session.num_records:
+            self.standing.leave(session)
         eviction.close()
 
     # -- sessions ------------------------------------------------------------------------------
@@ -637,7 +652,7 @@ class SessionAwareManager:
 
     def _suspend(self, session: Session) -> None:
         """A request of the session is alive: nothing of it falls due."""
-        self._standing.leave(session)
+        self.standing.leave(session)
         session.idle.disarm()
         for lineage in session.lineages:
             self.releases.interrupt(lineage)
@@ -648,7 +663,7 @@ class SessionAwareManager:
         """No request of the session is alive any more: its leases run."""
         session.idle.disarm()
         self._go_on_expiring(session)
-        self._standing.rest(session, now)
+        self.standing.rest(session, now)
         if any(lineage.leases for lineage in session.lineages):
             for lineage in session.lineages:
                 self.agenda.arm_leases(lineage)
@@ -674,7 +689,7 @@ class SessionAwareManager:
 
     def _free(self, session: Session, *, placement: Placement = Placement.BACK) -> None:
         session.is_freed = True
-        self._standing.leave(session)
+        self.standing.leave(session)
         del self.sessions[session.key]
         self._heirs.forget(session)
         session.idle.disarm()
@@ -707,10 +722,15 @@ class SessionAwareManager:
         self.releases.add(release)
 
     def _supersede(self, lineage: Lineage, by: Sequence[RecordedPrefix]) -> None:
-        """A session has gone on with another prompt: what that does not share is over."""
+        """A session has gone on with another prompt: what that does not share is over.
+
+        One that shares nothing was another agent's, under the same name.
+        """
         session = lineage.session
         hashes = [prefix.hashes if prefix.logical is None else [] for prefix in by]
         shared = continuation.shared_tokens(lineage, hashes, self._layouts)
+        if len(lineage) and not shared and any(hashes):
+            return
         for group, chain in enumerate(lineage.chains):
             if chain.logical is None:
                 first = shared // self._layouts[group].block_size
@@ -814,16 +834,17 @@ class SessionAwareManager:
         for shorter in lineage.leases[where:]:
             shorter.disarm()
         del lineage.leases[where:]
-        self._standing.leave(lineage.session)
         lineage.expired_deadline = lease.deadline
         from_token = (lineage.leases[-1].end_token or 0) if lineage.leases else 0
         self._let_expire(lineage, from_token)
+        # Another lease of it may run on.
+        self.standing.stand_again(lineage.session)
         if not lineage.session.is_busy:
             self._child_rests(lineage.session.parent)
 
     def _expire_idle(self, limit: IdleLimit) -> None:
         session = limit.session
-        self._standing.leave(session)
+        self.standing.leave(session)
         if session.num_records:
             for lineage in list(session.lineages):
                 # It is forgotten right after its blocks.
@@ -832,7 +853,7 @@ class SessionAwareManager:
         elif family.waits_for_children(session) or self._is_kept_elsewhere(session, limit.due_at):
             self.agenda.idle.register(limit, limit.due_at + self._settings.idle_seconds)
         else:
-            self._standing.stay_away(session)
+            self.standing.stay_away(session)
             self._free(session)
 
     def _is_kept_elsewhere(self, session: Session, now: float) -> bool:

@@ -98,7 +98,7 @@ class DeadlinePolicy(RetentionPolicy):
 
     def worth(self, turns: Hashable, resting: float) -> float:
         """See ``RetentionPolicy``."""
-        return (turns if isinstance(turns, float) else 0.0) - resting
+        return (turns if isinstance(turns, (int, float)) else 0.0) - resting
 
 
 class ReusePolicy(RetentionPolicy):
@@ -110,7 +110,9 @@ class ReusePolicy(RetentionPolicy):
 
     def class_of(self, turn: RestingTurn) -> Hashable:
         """See ``RetentionPolicy``."""
-        return turn_class(turn.tenant, turn.ended, turn.tool, turn.last_gap, turn.output_tokens)
+        turns = turn_class(turn.tenant, turn.ended, turn.tool, turn.last_gap, turn.output_tokens)
+        self._estimator.note(turns)
+        return turns
 
     def worth(self, turns: Hashable, resting: float) -> float:
         """See ``RetentionPolicy``."""

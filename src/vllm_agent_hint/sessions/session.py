@@ -36,6 +36,7 @@ class Session:
         "idle",
         "is_freed",
         "is_heir",
+        "is_told",
         "key",
         "last_operation",
         "lineages",
@@ -72,6 +73,8 @@ class Session:
         """The last one that came to an end."""
         self.last_operation = ""
         """What names that turn to the front end; empty where nothing does."""
+        self.is_told = False
+        """Whether the client itself has said how it ended."""
         self.rested_at: float | None = None
         """Monotonic seconds since when no request is alive; None while one is, or before."""
         self.parent: Session | None = None

@@ -39,7 +39,14 @@ def tail_first(
 
 
 def iter_tail_first(layouts: Sequence[GroupLayout], chains: Sequence[Chain]) -> Iterator[Record]:
-    """The same one by one, for as long as nothing is added to the chains."""
+    """The same one by one, for as long as nothing is added to the chains.
+
+    Their tails may end in the meantime, so that some of what it yields is there no more.
+    """
+    if len(chains) == 1 and not layouts[0].is_checkpoint:
+        for position in range(len(chains[0]) - 1, -1, -1):
+            yield chains[0], position
+        return
     for _, _, group, position in _merged(layouts, chains, 0):
         yield chains[group], position
 
@@ -60,6 +67,8 @@ def _merged(
 def _attention(chain: Chain, layout: GroupLayout, floor_token: int) -> Iterator[_Place]:
     size, group = layout.block_size, chain.group
     for position in range(len(chain) - 1, -1, -1):
+        if position >= len(chain):
+            continue
         index = chain.logical_index(position)
         if index * size < floor_token:
             return
@@ -70,10 +79,12 @@ def _checkpoints(chain: Chain, layout: GroupLayout, floor_token: int) -> Iterato
     """A run of window blocks, or a state, takes its place from the end of the one before it."""
     size, group = layout.block_size, chain.group
     last = len(chain) - 1
-    while last >= 0:
+    while (last := min(last, len(chain) - 1)) >= 0:
         first = last if layout.stands_alone else _begin_of_run(chain, last)
         usable_without = (chain.logical_index(first - 1) + 1) * size if first else 0
         for position in range(last, first - 1, -1):
+            if position >= len(chain):
+                continue
             index = chain.logical_index(position)
             if index * size < floor_token:
                 return

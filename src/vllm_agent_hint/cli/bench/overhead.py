@@ -13,6 +13,7 @@ from rich.table import Table
 from vllm_agent_hint.cli.bench.blocks import LIVE_SESSIONS, scale, unhinted_blocks
 from vllm_agent_hint.cli.bench.figure import Figure, Measured
 from vllm_agent_hint.cli.bench.memory import SESSIONS, bytes_per_block, bytes_per_record, gc_ratio
+from vllm_agent_hint.cli.bench.pressure import pressure_allocation
 from vllm_agent_hint.cli.bench.sharing import shared_release_slice
 from vllm_agent_hint.cli.bench.steps import unhinted_steps
 from vllm_agent_hint.cli.bench.ticks import (
@@ -62,6 +63,7 @@ def rows(scale_down: int) -> list[Row]:
         Row("idle_tick_us", 0.5, "us", idle_tick),
         Row("expiry_slice_ms", 1.0, "ms", lambda: expiry_slice(sessions=expiring)),
         Row("expiry_allocation_ratio", 2.0, "", lambda: expiry_allocation(sessions=expiring)),
+        Row("pressure_allocation_ratio", 4.0, "", lambda: pressure_allocation(pairs=60 // n)),
         Row("shared_release_slice_ms", 1.0, "ms", lambda: shared_release_slice(rounds=200 // n)),
         Row("bytes_per_block", 16.0, "B", bytes_per_block),
         Row("bytes_per_record", 100.0, "B", lambda: bytes_per_record(sessions=holding)),

@@ -44,9 +44,9 @@ def prefix_of(blocks: Iterable[KVCacheBlock]) -> RecordedPrefix:
     return RecordedPrefix([b.block_id for b in held], [b._block_hash for b in held])
 
 
-def new_sam(pool: Any, now: float) -> SessionAwareManager:
-    """A session core over one group of full attention, with the default settings."""
-    return SessionAwareManager(pool, [GroupLayout(BLOCK_SIZE)], Settings(), now)
+def new_sam(pool: Any, now: float, settings: Settings | None = None) -> SessionAwareManager:
+    """A session core over one group of full attention; None for the default settings."""
+    return SessionAwareManager(pool, [GroupLayout(BLOCK_SIZE)], settings or Settings(), now)
 
 
 def key_of(name: str) -> SessionKey:
@@ -70,6 +70,7 @@ def record_sessions(
     *,
     ttl: float = TTL,
     now: float | None = None,
+    settings: Settings | None = None,
 ) -> SessionAwareManager:
     """A session core with sessions over the free blocks of a pool, no two of which share any.
 
@@ -79,9 +80,10 @@ def record_sessions(
         blocks_each: Blocks of each.
         ttl: Seconds for which each is kept.
         now: When they were recorded; None for the present.
+        settings: Of the core; None for the default ones.
     """
     now = time.monotonic() if now is None else now
-    sam = new_sam(pool, now)
+    sam = new_sam(pool, now, settings)
     blocks = iter(pool.free_block_queue.get_all_free_blocks())
     for number in range(num_sessions):
         prefix = prefix_of(itertools.islice(blocks, blocks_each))

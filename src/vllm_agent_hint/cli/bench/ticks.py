@@ -28,7 +28,7 @@ PREFILL_BLOCKS: Final = 8_192 // BLOCK_SIZE
 
 def idle_tick() -> Measured:
     """Microseconds for which a step looks for what is due, and nothing is; 1,000 sessions."""
-    scheduler = _scheduler(POOL_BLOCKS)
+    scheduler = scheduler_of(POOL_BLOCKS)
     pool = scheduler.kv_cache_manager.block_pool
     fill(pool, fresh_hashes())
     scheduler.agent_hint.sam = record_sessions(pool, LIVE_SESSIONS, BLOCKS_PER_SESSION)
@@ -99,7 +99,7 @@ class _ExpiringPool:
     """
 
     def __init__(self, sessions: int) -> None:
-        self._scheduler = _scheduler(EXPIRING_POOL * sessions // EXPIRING_SESSIONS)
+        self._scheduler = scheduler_of(EXPIRING_POOL * sessions // EXPIRING_SESSIONS)
         self._ours = self._scheduler.kv_cache_manager.block_pool
         self._stock = BlockPool(len(self._ours.blocks), True, BLOCK_SIZE)
         self._hashes = {pool: fresh_hashes() for pool in (self._stock, self._ours)}
@@ -149,7 +149,8 @@ class _ExpiringPool:
             pool.get_new_blocks(ordinary)
 
 
-def _scheduler(num_blocks: int) -> Any:
+def scheduler_of(num_blocks: int) -> Any:
+    """One with the plugin over it, for a model of full attention and a request at a time."""
     return build_scheduler(
         agent_scheduler(Scheduler),
         full_attention(),

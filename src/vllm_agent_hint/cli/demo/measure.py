@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Final, Self
 
+from vllm_agent_hint.cli.demo.client import RequestRecord, Traffic
 from vllm_agent_hint.cli.demo.columns import Column
-from vllm_agent_hint.cli.demo.load import RequestRecord, Traffic
 from vllm_agent_hint.cli.demo.metrics import Metrics, Sample
 
 HINT_METRICS: Final = "vllm:agent_hint_"
@@ -34,6 +34,7 @@ class TrafficFigures:
     ttft_p50: float
     ttft_p95: float
     tpot_mean: float
+    tpot_p50: float
     tokens_per_second: float
     prompts_digest: str
 
@@ -45,6 +46,7 @@ class TrafficFigures:
         began = min(record.sent for record in records)
         ended = max(record.finished for record in records)
         ttfts = [record.ttft for record in records]
+        tpots = [record.tpot for record in records]
         prompts = sorted((record.name, record.prompt_digest) for record in records)
         return cls(
             requests=len(records),
@@ -55,7 +57,8 @@ class TrafficFigures:
             ttft_mean=fmean(ttfts),
             ttft_p50=quantile(ttfts, 0.5),
             ttft_p95=quantile(ttfts, 0.95),
-            tpot_mean=fmean(record.tpot for record in records),
+            tpot_mean=fmean(tpots),
+            tpot_p50=quantile(tpots, 0.5),
             tokens_per_second=(prompt_tokens + output_tokens) / (ended - began),
             prompts_digest=hashlib.sha256(repr(prompts).encode()).hexdigest()[:16],
         )

@@ -10,8 +10,8 @@ matplotlib.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from vllm_agent_hint.cli.demo.client import Traffic
 from vllm_agent_hint.cli.demo.columns import ColumnName
-from vllm_agent_hint.cli.demo.load import Traffic
 from vllm_agent_hint.cli.demo.measure import ColumnResult, of_traffic
 from vllm_agent_hint.cli.demo.table import TRAFFIC_TITLE
 

@@ -58,7 +58,7 @@ def run_demo(folder: Path, columns: Sequence[Column], console: Console) -> DemoR
         ServerError: A server did not start.
         LoadError: A request failed.
     """
-    signal.signal(signal.SIGTERM, _end_in_order)
+    signal.signal(signal.SIGTERM, end_in_order)
     machine = describe_machine()
     settings = DemoSettings.for_gpu() if machine.gpu else DemoSettings.for_cpu()
     console.print(settings_lines(settings))
@@ -151,6 +151,6 @@ def _progress(console: Console) -> Progress:
     )
 
 
-def _end_in_order(signum: int, _frame: FrameType | None) -> None:
+def end_in_order(signum: int, _frame: FrameType | None) -> None:
     """SIGTERM unwinds like Ctrl-C, so that no server is left behind."""
     sys.exit(128 + signum)

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from vllm_agent_hint.cli.demo.load import Traffic
+from vllm_agent_hint.cli.demo.client import Traffic
 from vllm_agent_hint.cli.demo.measure import ColumnResult, ServerFigures, TrafficFigures
 from vllm_agent_hint.cli.demo.settings import DemoSettings
 from vllm_agent_hint.cli.demo.verdict import Finding

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from vllm_agent_hint.cli.demo.client import RequestRecord, Traffic
 from vllm_agent_hint.cli.demo.columns import ColumnName
-from vllm_agent_hint.cli.demo.load import RequestRecord, Traffic
 from vllm_agent_hint.cli.demo.measure import ColumnResult, of_traffic, quantile
 
 SHARE_OF_CEILINGS_HITS: Final = 0.75

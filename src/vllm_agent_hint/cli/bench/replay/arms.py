@@ -21,9 +21,9 @@ from vllm_agent_hint.settings import GiveWay
 TENANT: Final = ""
 DEFAULT_END_DELAY: Final = 60.0
 
-TTL_AFTER: Final = {"tool_use": 300.0, "end_turn": 60.0}
+TTL_AFTER: Final = {"tool_use": 3600.0, "end_turn": 600.0}
 """Seconds for which a turn's prompt is kept, by its stop reason."""
-TTL_OTHERWISE: Final = 60.0
+TTL_OTHERWISE: Final = 600.0
 
 
 class Knowledge(StrEnum):
@@ -49,6 +49,10 @@ class Arm(Protocol):
     def give_way(self) -> GiveWay:
         """The order under pressure."""
 
+    @property
+    def has_hindsight(self) -> bool:
+        """Whether the order knows the distribution of all gaps beforehand: a bound."""
+
     def intent(self, arrival: Arrival) -> SessionIntent | None:
         """The hint of a request; None for none."""
 
@@ -63,10 +67,12 @@ class IdentityArm:
     Args:
         sees_turns: Whether the server sees by itself how a turn ended, as with AUTO.
         give_way: See ``Arm``.
+        has_hindsight: See ``Arm``.
     """
 
     sees_turns: bool = True
     give_way: GiveWay = GiveWay.REUSE
+    has_hindsight: bool = False
 
     @property
     def knows(self) -> tuple[Knowledge, ...]:
@@ -92,10 +98,12 @@ class TurnArm:
     Args:
         end_delay: See ``Arm``.
         give_way: See ``Arm``.
+        has_hindsight: See ``Arm``.
     """
 
     end_delay: float | None = DEFAULT_END_DELAY
     give_way: GiveWay = GiveWay.REUSE
+    has_hindsight: bool = False
 
     @property
     def knows(self) -> tuple[Knowledge, ...]:
@@ -130,7 +138,7 @@ def key_of(arrival: Arrival) -> SessionKey:
 
 
 _NAMES: Final = re.compile(
-    r"(?P<arm>hints|auto|identity)(:(?P<order>reuse|deadline|lru))?(@(?P<delay>\d+|never))?"
+    r"(?P<arm>hints|auto|identity)(:(?P<order>reuse|deadline|lru|hindsight))?(@(?P<delay>\d+|never))?"
 )
 
 
@@ -139,16 +147,19 @@ def arm_named(policy: str) -> Arm | None:
 
     ``hints``: ttl, turn and end. ``auto``: identity, and what the server sees of a turn's end.
     ``identity``: the same behind a front end that can't tell. ``hints:lru`` and ``hints:deadline``
-    give way in another order; ``hints@600`` is told the end of a session 600 seconds after its
+    give way in another order, ``hints:hindsight`` in that of the reuse index with nothing left to
+    learn: a bound. ``hints@600`` is told the end of a session 600 seconds after its
     last turn, ``hints@never`` not at all.
     """
     found = _NAMES.fullmatch(policy)
     if found is None or (found["arm"] != "hints" and found["delay"]):
         return None
-    order = GiveWay(found["order"] or GiveWay.REUSE)
+    has_hindsight = found["order"] == "hindsight"
+    order = GiveWay.REUSE if has_hindsight else GiveWay(found["order"] or GiveWay.REUSE)
     if found["arm"] != "hints":
-        return IdentityArm(sees_turns=found["arm"] == "auto", give_way=order)
+        return IdentityArm(found["arm"] == "auto", order, has_hindsight)
     delay = found["delay"]
-    if delay is None:
-        return TurnArm(give_way=order)
-    return TurnArm(None if delay == "never" else float(delay), order)
+    end_delay: float | None = DEFAULT_END_DELAY
+    if delay is not None:
+        end_delay = None if delay == "never" else float(delay)
+    return TurnArm(end_delay, order, has_hindsight)

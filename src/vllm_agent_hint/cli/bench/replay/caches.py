@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from vllm_agent_hint.cli.bench.replay.arms import Arm, key_of
+from vllm_agent_hint.cli.bench.replay.hindsight import HindsightPolicy
 from vllm_agent_hint.cli.bench.replay.segments import slots_of
 from vllm_agent_hint.cli.bench.replay.slru import lay_under
 from vllm_agent_hint.cli.bench.replay.workload import Arrival, Workload
@@ -181,7 +182,7 @@ class HintedCache(StockCache):
             self.manager.group_layouts(),
             settings,
             self._now,
-            retention_policy(settings),
+            HindsightPolicy(workload, arm) if arm.has_hindsight else retention_policy(settings),
         )
         self.manager.on_served = self._served
         self.manager.block_pool.observer = self

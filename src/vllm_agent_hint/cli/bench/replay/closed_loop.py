@@ -89,9 +89,11 @@ class ClosedLoop:
         self._block_size = workload.block_size
         self._known = np.zeros(workload.num_ids, dtype=bool)
         """Chain ids that were ever computed."""
-        self._began: dict[int, float] = {}
+        self.began: dict[int, float] = {}
+        """By number of a session: when its first request came."""
         self._durations: list[float] = []
         self.arrived = self.ended = self.refused = self.in_flight = 0
+        """Turns so far; refused are those that would not fit into an empty cache."""
         self._children: dict[tuple[str, int], list[tuple[float, PlayedSession]]] = defaultdict(list)
         """By name and turn of the parent: how long after that turn's end a child starts."""
         self._queues: dict[int, deque[PlayedSession]] = defaultdict(deque)
@@ -143,7 +145,7 @@ class ClosedLoop:
         return lambda now: self._arrive(session, 0, now)
 
     def _arrive(self, session: PlayedSession, turn: int, now: float) -> None:
-        self._began.setdefault(session.number, now)
+        self.began.setdefault(session.number, now)
         self.arrived += 1
         arrival = Arrival(now, session, turn)
         if not self._cache.can_ever_hold(arrival):
@@ -172,8 +174,7 @@ class ClosedLoop:
             assert self._model.transfer_rate is not None
             seconds += reloaded / self._model.transfer_rate
         self._known[request.blocks] = True
-        self._tally.reloaded.append(reloaded)
-        self._at(now + seconds, lambda then: self._first_token(turn, then))
+        self._at(now + seconds, lambda then: self._first_token(turn, reloaded, then))
 
     def _reloadable(self, arrival: Arrival, hit_tokens: int) -> int:
         """Tokens behind the hit that the host tier has; never the last one."""
@@ -185,11 +186,12 @@ class ClosedLoop:
         blocks = min(blocks, (request.prompt_tokens - 1) // self._block_size)
         return max(0, blocks * self._block_size - hit_tokens)
 
-    def _first_token(self, turn: _Turn, now: float) -> None:
+    def _first_token(self, turn: _Turn, reloaded: int, now: float) -> None:
         assert turn.running is not None
         request, tally = turn.arrival.request, self._tally
         tally.prompts.append(request.prompt_tokens)
         tally.hits.append(turn.running.hit_tokens)
+        tally.reloaded.append(reloaded)
         tally.ttfts.append(now - turn.came_at)
         tally.traffic.append(turn.arrival.session.traffic)
         self._is_computing = False
@@ -218,7 +220,7 @@ class ClosedLoop:
             turn = arrival.turn + 1
             self._at(now + max(0.0, think), lambda then: self._arrive(session, turn, then))
             return
-        self._durations.append(now - self._began[session.number])
+        self._durations.append(now - self.began[session.number])
         root = self._root.get(session.name)
         if root is None or root.user is None:
             return
@@ -246,7 +248,7 @@ class ClosedLoop:
             for each in Traffic
             if (traffic == each).any()
         }
-        durations = self._durations
+        durations, reloaded = self._durations, sum(tally.reloaded)
         return figures | {
             "closed_loop": {
                 "prefill_rate": self._model.prefill_rate,
@@ -258,7 +260,8 @@ class ClosedLoop:
             "turns_per_hour": self.ended / self._model.hours,
             "session_mean": float(np.mean(durations)) if durations else None,
             "session_p99": float(np.percentile(durations, 99)) if durations else None,
-            "reloaded_tokens": sum(tally.reloaded),
+            "reloaded_tokens": reloaded,
+            "recomputed_tokens": figures["recomputed_tokens"] - reloaded,
             "refused": self.refused,
             "waiting_at_end": self.num_waiting,
             **self._cache.figures(),

@@ -91,7 +91,7 @@ def _check_policies(names: Sequence[str], *, is_closed: bool) -> None:
         if not is_policy(name):
             raise ReplayError(
                 f"--policy: there is no {name!r}; there are stock, slru, hints, hints@SECONDS, "
-                "hints@never, auto, session-min and min"
+                "hints@never, auto, identity, session-min and min"
             )
         if is_closed and name in BOUNDS:
             raise ReplayError(

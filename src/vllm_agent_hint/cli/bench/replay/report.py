@@ -1,20 +1,26 @@
 """The figures of a run, and the JSON and the table that hold them."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal
 
 import numpy as np
+from rich import box
 from rich.table import Table
 
 from vllm_agent_hint.cli.bench.replay.driver import Replayed
+from vllm_agent_hint.cli.bench.replay.segments import slots_of
 from vllm_agent_hint.cli.bench.replay.workload import Traffic, Workload
 
+Cell = Callable[[Mapping[str, Any]], Any]
+"""What a run shows in a column; None for nothing."""
 
-def figures_of(workload: Workload, replayed: Replayed) -> dict[str, Any]:
+
+def figures_of(workload: Workload, capacity: int, replayed: Replayed) -> dict[str, Any]:
     """What a policy has served.
 
     Args:
         workload: Of what.
+        capacity: Blocks of the cache.
         replayed: Hits of each arrival.
     """
     traffic = np.array([arrival.session.traffic for arrival in workload.arrivals])
@@ -26,6 +32,9 @@ def figures_of(workload: Workload, replayed: Replayed) -> dict[str, Any]:
         for each in Traffic
         if (traffic == each).any()
     }
+    requests = (arrival.request for arrival in workload.arrivals)
+    slots = (slots_of(r.prompt_tokens, r.output_tokens, workload.block_size) for r in requests)
+    figures["too_large"] = sum(1 for wanted in slots if wanted > capacity)
     if len(replayed.boundary_ns):
         figures["boundary_us"] = percentiles_us(replayed.boundary_ns)
     return figures | replayed.figures
@@ -55,39 +64,61 @@ def percentiles_us(nanoseconds: Sequence[int]) -> dict[str, float]:
 
 
 def table_of(runs: Sequence[Mapping[str, Any]]) -> Table:
-    """The printed table: one line per workload and cache size and policy."""
-    is_closed = any("ttft_mean" in run for run in runs)
-    table = Table(title="bench replay: what each policy serves of the prompt tokens")
-    headings = ["seed", "cache", "policy", "hit share", "agents", "one-shot", "gap closed"]
-    if is_closed:
-        headings += ["turns/h", "TTFT mean", "p95", "p99", "sessions"]
-    else:
-        headings += ["us/request"]
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    """The printed table: one line per workload, cache size and policy."""
+    is_closed = any("closed_loop" in run for run in runs)
+    table = Table(
+        title="bench replay: hit share of prompt tokens in %, times in seconds",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    is_mixed = any(len(run["classes"]) > 1 for run in runs)
+    columns = _COLUMNS + (_CLASS_COLUMNS if is_mixed else ())
+    columns += _CLOSED_COLUMNS if is_closed else _OPEN_COLUMNS
+    for heading, _ in columns:
+        justify: Literal["left", "right"] = "left" if heading == "policy" else "right"
+        table.add_column(heading, justify=justify, no_wrap=True)
     for run in runs:
-        classes = run["classes"]
-        row = [
-            str(run["seed"]),
-            f"{run['cache_tokens']:,}",
-            run["policy"],
-            f"{100 * run['hit_share']:.2f} %",
-            *(
-                f"{100 * classes[each]['hit_share']:.2f} %" if each in classes else ""
-                for each in Traffic
-            ),
-            "" if (closed := gap_closed(run, runs)) is None else f"{100 * closed:.0f} %",
-        ]
-        if is_closed:
-            row += [
-                f"{run['turns_per_hour']:.0f}",
-                *(f"{run[name]:.2f} s" for name in ("ttft_mean", "ttft_p95", "ttft_p99")),
-                str(run["sessions_done"]),
-            ]
-        else:
-            row.append(f"{run['boundary_us']['median']:.0f}" if "boundary_us" in run else "")
-        table.add_row(*row)
+        table.add_row(*("" if (v := cell(run)) is None else str(v) for _, cell in columns))
     return table
+
+
+def _percent(share: float | None) -> str | None:
+    return None if share is None else f"{100 * share:.2f}"
+
+
+def _class_share(run: Mapping[str, Any], traffic: Traffic) -> str | None:
+    return _percent(run["classes"].get(traffic, {}).get("hit_share"))
+
+
+def _time(name: str) -> Cell:
+    return lambda run: None if run[name] is None else f"{run[name]:.2f}"
+
+
+_COLUMNS: Final[tuple[tuple[str, Cell], ...]] = (
+    ("seed", lambda run: run["seed"]),
+    ("cache", lambda run: f"{run['cache_tokens'] / 1e6:g}M"),
+    ("policy", lambda run: run["policy"]),
+    ("all", lambda run: _percent(run["hit_share"])),
+)
+_CLASS_COLUMNS: Final[tuple[tuple[str, Cell], ...]] = (
+    ("agents", lambda run: _class_share(run, Traffic.AGENTS)),
+    ("1-shot", lambda run: _class_share(run, Traffic.ONE_SHOT)),
+)
+_OPEN_COLUMNS: Final[tuple[tuple[str, Cell], ...]] = (
+    ("gap", lambda run: _whole_percent(run.get("gap_closed"))),
+    ("us/req", lambda run: f"{run['boundary_us']['median']:.0f}" if "boundary_us" in run else ""),
+)
+_CLOSED_COLUMNS: Final[tuple[tuple[str, Cell], ...]] = (
+    ("turns/h", lambda run: f"{run['turns_per_hour']:.0f}"),
+    ("TTFT", _time("ttft_mean")),
+    ("p95", _time("ttft_p95")),
+    ("p99", _time("ttft_p99")),
+    ("done", lambda run: run["sessions_done"]),
+)
+
+
+def _whole_percent(share: float | None) -> str | None:
+    return None if share is None else f"{100 * share:.0f} %"
 
 
 def gap_closed(run: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> float | None:

@@ -1,7 +1,8 @@
 """One run of the report: one workload, one cache size, one policy. Runs in a process of its own."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -122,24 +123,24 @@ def _open_loop(
             else replay_session_min(workload, cut, capacity)
         )
         on_progress(len(workload.arrivals))
-        return figures_of(workload, Replayed([blocks * size for blocks in served]))
+        return figures_of(workload, capacity, Replayed([blocks * size for blocks in served]))
     cache = build_cache(task.policy, workload, _hashes(task.workload), capacity)
     assert cache is not None, "unknown names are refused before"
     with _quiet_collector():
         replayed = replay_open_loop(workload, cache, on_progress)
-    figures = figures_of(workload, replayed)
+    figures = figures_of(workload, capacity, replayed)
     if task.policy == "stock":
         expected = replay_lru(_segmentation(task.workload), capacity)
         figures["lru_equal"] = replayed.hit_tokens == [blocks * size for blocks in expected]
     return figures
 
 
-class _quiet_collector:  # noqa: N801
+@contextmanager
+def _quiet_collector() -> Iterator[None]:
     """The garbage collector would walk millions of hashes and blocks that all stay."""
-
-    def __enter__(self) -> None:
-        gc.collect()
-        gc.disable()
-
-    def __exit__(self, *_: object) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
         gc.enable()
