@@ -155,6 +155,14 @@ class Settings(BaseSettings):
         le=1.0,
         description="Part of the protected share that the sessions of one tenant may hold.",
     )
+    associated_seconds: float = Field(
+        default=300.0,
+        gt=0.0,
+        le=3600.0,
+        description="Seconds for which the blocks of a session that has no lease and sends nothing "
+        "go after ordinary ones; at most IDLE_SECONDS. Then they are ordinary themselves, and the "
+        "session is remembered.",
+    )
     idle_seconds: float = Field(
         default=1800.0,
         gt=0.0,

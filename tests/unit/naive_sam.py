@@ -69,6 +69,7 @@ class NaiveSession:
     live: set["NaiveRequest"] = field(default_factory=set)
     protections: tuple[Protection, ...] = ()
     idle_until: float | None = None
+    idle_since: float = 0.0
     has_history: bool = False
     is_freed: bool = False
     had_company: bool = False
@@ -123,6 +124,7 @@ class NaiveSam:
     Args:
         port: Asked only for the copy that a prefix match returns.
         layouts: One per KV cache group.
+        associated_seconds: When a session without a lease lets its blocks go.
         idle_seconds: When a session without a lease ends.
         renew: Whether a turn that asks for nothing renews the lease.
         leader_wait: Seconds for which a leader's last lease waits for its workers.
@@ -132,6 +134,7 @@ class NaiveSam:
         self,
         port: PlainPort,
         layouts: Sequence[GroupLayout],
+        associated_seconds: float,
         idle_seconds: float,
         renew: bool,
         leader_wait: float,
@@ -139,6 +142,7 @@ class NaiveSam:
         self.leader_wait = leader_wait
         self.port = port
         self.layouts = layouts
+        self.associated_seconds = associated_seconds
         self.idle_seconds = idle_seconds
         self.renew = renew
         self.sessions: dict[Hashable, NaiveSession] = {}
@@ -433,7 +437,9 @@ class NaiveSam:
             claim.armed_at = now
         session.idle_until = None
         if not session.claims:
-            session.idle_until = now + self.idle_seconds
+            holds = any(session.contexts)
+            session.idle_since = now
+            session.idle_until = now + (self.associated_seconds if holds else self.idle_seconds)
             if not session.is_named:
                 self._free(session)
 
@@ -520,7 +526,8 @@ class NaiveSam:
             for context in session.contexts:
                 self._drop_uncovered(context)
             session.drop_empty_contexts()
-            session.idle_until = now  # It is forgotten one tick after its blocks.
+            # It is forgotten one tick after its blocks, if not later.
+            session.idle_until = max(session.idle_since + self.idle_seconds, now)
             if not session.is_named:
                 self._free(session)
         elif only_holders:
@@ -628,7 +635,7 @@ class NaiveSam:
                 for c in claims
             ]
             if not claims:
-                heir.idle_until = session.idle_until or now + self.idle_seconds
+                heir.idle_until = session.idle_until or now + self.associated_seconds
             self.sessions[heir.key] = heir
 
     def _earlier_heir(self, claims: list[Claim], block: int) -> NaiveSession | None:

@@ -73,6 +73,7 @@ class PlainEngine:
             self.naive = NaiveSam(
                 self.port,
                 layouts,
+                min(self.settings.associated_seconds, self.settings.idle_seconds),
                 self.settings.idle_seconds,
                 self.settings.renew,
                 self.settings.leader_wait_seconds,

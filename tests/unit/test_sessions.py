@@ -164,9 +164,9 @@ def test_protections_whose_deadlines_are_the_same_number_end_together(
 def test_protections_that_end_at_once_leave_no_deadline_on_a_shared_block(
     engine: PlainEngine,
 ) -> None:
-    engine.turn(A, "xyz", Protection(300.0, end_token=PAGE), Protection(60.0))
+    engine.turn(A, "xyz", Protection(200.0, end_token=PAGE), Protection(60.0))
     engine.turn(B, "xyz")
-    engine.wait(400.0)
+    engine.wait(250.0)
     assert engine.deadlines_of(B) == [0.0, 0.0, 0.0]
 
 
@@ -492,13 +492,17 @@ def test_an_anonymous_session_ends_with_its_lease(engine: PlainEngine) -> None:
     check_nothing_left(engine.sam, engine.port)
 
 
-def test_a_session_without_a_lease_ends_after_its_idle_time(engine: PlainEngine) -> None:
+def test_a_session_without_a_lease_lets_its_blocks_go_and_ends_after_its_idle_time(
+    engine: PlainEngine,
+) -> None:
     engine.turn(A, "xyz")
-    engine.wait(599.0)
+    engine.wait(299.0)
     assert engine.counts_of([1, 2, 3]) == [1, 1, 1]
     engine.wait(2.0)
     assert engine.port.num_retained_blocks == 0
-    engine.wait(2.0)
+    engine.wait(297.0)
+    assert list(engine.sam.sessions) == [A]
+    engine.wait(3.0)
     check_nothing_left(engine.sam, engine.port)
 
 

@@ -61,7 +61,7 @@ class Capacity:
         self._layouts: Sequence[GroupLayout] = ledger.layouts
         self._on_emptied = on_emptied
         self._max_records = settings.max_records
-        self._idle_seconds = settings.idle_seconds
+        self._associated_seconds = min(settings.associated_seconds, settings.idle_seconds)
         self._max_retained = int(settings.protected_share * (ledger.port.num_gpu_blocks - 1))
         self._max_of_tenant = int(settings.tenant_share * self._max_retained)
 
@@ -201,6 +201,6 @@ class Capacity:
             self._standing.leave(session)
         if not len(lineage):
             idle = session.idle
-            ended_at = lineage.deadline or (idle.due_at - self._idle_seconds)
+            ended_at = lineage.deadline or (idle.due_at - self._associated_seconds)
             self._on_emptied(lineage, ended_at)
         return max(1, held - len(lineage))

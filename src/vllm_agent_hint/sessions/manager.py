@@ -90,8 +90,9 @@ class SessionAwareManager:
         self._serial = count()
         self.num_open_edits = 0
         """Calls of ``start_edits`` that are not done."""
+        self._associated_seconds = min(settings.associated_seconds, settings.idle_seconds)
         self._heirs = Heirs(
-            self.sessions, self.ledger, self.agenda, self._serial, settings.idle_seconds
+            self.sessions, self.ledger, self.agenda, self._serial, self._associated_seconds
         )
         self.releases = Releases(self.ledger, self._heirs, self.history)
         self.standing = Standing(self._policy, self.ledger)
@@ -668,7 +669,7 @@ class SessionAwareManager:
             for lineage in session.lineages:
                 self.agenda.arm_leases(lineage)
             return
-        self._rest(session, now + self._settings.idle_seconds)
+        self._rest(session, now)
         self._child_rests(session.parent)
 
     def _go_on_expiring(self, session: Session) -> None:
@@ -680,12 +681,14 @@ class SessionAwareManager:
             if lineage.interrupted_at is not None and lineage not in wanted:
                 self._let_expire(lineage, lineage.interrupted_at)
 
-    def _rest(self, session: Session, until: float) -> None:
+    def _rest(self, session: Session, since: float) -> None:
         """A session has neither a request alive nor a lease."""
         if session.is_anonymous:
             self._free(session)
-        else:
-            self.agenda.arm_idle_limit(session, until)
+            return
+        holds = session.num_records > 0
+        idle = self._associated_seconds if holds else self._settings.idle_seconds
+        self.agenda.arm_idle_limit(session, since + idle)
 
     def _free(self, session: Session, *, placement: Placement = Placement.BACK) -> None:
         session.is_freed = True
@@ -814,7 +817,7 @@ class SessionAwareManager:
                 if not self._waits_for_workers(entry, now):
                     self._expire_lease(entry)
             elif isinstance(entry, IdleLimit):
-                self._expire_idle(entry)
+                self._expire_idle(entry, now)
 
     def _waits_for_workers(self, lease: Lease, now: float) -> bool:
         """Let the last lease of a leader outlast its end while a worker is at it, for a while."""
@@ -842,16 +845,16 @@ class SessionAwareManager:
         if not lineage.session.is_busy:
             self._child_rests(lineage.session.parent)
 
-    def _expire_idle(self, limit: IdleLimit) -> None:
+    def _expire_idle(self, limit: IdleLimit, now: float) -> None:
         session = limit.session
         self.standing.leave(session)
         if session.num_records:
             for lineage in list(session.lineages):
-                # It is forgotten right after its blocks.
-                lineage.expired_deadline = limit.due_at - self._settings.idle_seconds
+                lineage.expired_deadline = limit.due_at - self._associated_seconds
                 self._let_expire(lineage, 0)
         elif family.waits_for_children(session) or self._is_kept_elsewhere(session, limit.due_at):
-            self.agenda.idle.register(limit, limit.due_at + self._settings.idle_seconds)
+            until = max(limit.due_at + self._settings.idle_seconds, now)
+            self.agenda.idle.register(limit, until)
         else:
             self.standing.stay_away(session)
             self._free(session)
@@ -884,7 +887,7 @@ class SessionAwareManager:
             return
         session.idle.disarm()
         parent = session.parent
-        self._rest(session, ended_at + self._settings.idle_seconds)
+        self._rest(session, ended_at)
         self._child_rests(parent)
 
 
