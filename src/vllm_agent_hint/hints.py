@@ -30,6 +30,7 @@ HINT_KEY: Final = "agent_hint"
 MAX_TTL_SECONDS: Final = 3600.0
 MAX_ID_LENGTH: Final = 256
 MAX_EDITS: Final = 16
+MAX_WAIT_SECONDS: Final = 60.0
 
 
 class HintError(ValueError):
@@ -57,6 +58,8 @@ def _check_printable(value: str) -> str:
 Identity = Annotated[
     str, Field(min_length=1, max_length=MAX_ID_LENGTH), AfterValidator(_check_printable)
 ]
+ResumeSeconds = Annotated[float, Field(ge=0, le=MAX_TTL_SECONDS, allow_inf_nan=False)]
+WaitSeconds = Annotated[float, Field(ge=0, le=MAX_WAIT_SECONDS, allow_inf_nan=False)]
 BlockIndex = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -149,10 +152,24 @@ class ContextManagementParams(_Wire):
             ``False``: run them after this request has succeeded.
         edits: At most 16 (or what the server's ``VLLM_AGENT_HINT_MAX_EDITS`` says), applied in
             this order.
+        wait_seconds: With ``manage_request``: answer once ``offload`` and ``prefetch`` have
+            ended, or after so many seconds, 0 to 60. 0 answers at once; what has not ended is
+            ``"pending"`` then, and ``operation_id`` can be asked for.
     """
 
     manage_request: bool = False
     edits: list[ContextEdit] = Field(default_factory=list, max_length=MAX_EDITS)
+    wait_seconds: WaitSeconds = 0.0
+
+    @model_validator(mode="after")
+    def _waits_for_something(self) -> Self:
+        if self.wait_seconds and not self.manage_request:
+            raise PydanticCustomError(
+                "wait_for_nothing",
+                "belongs to manage_request only: other edits run after the answer",
+                {"field": "wait_seconds"},
+            )
+        return self
 
 
 class AgentHintParams(_Wire):
@@ -164,12 +181,16 @@ class AgentHintParams(_Wire):
         cache_control: Retention of this request's prefix. Without a ``session_id`` it
             protects the prefix under an anonymous session that ends with its lease.
         context_management: Edits of the session's recorded context.
+        expected_resume_seconds: When the session will be back, counted from the end of this
+            request, 0 to 3600. What of its context lies in a KV connector only is brought shortly
+            before, if there is room that nobody else needs. (Past the RFC.)
     """
 
     session_id: Identity | None = None
     parent_session_id: Identity | None = None
     cache_control: CacheControlParams | None = None
     context_management: ContextManagementParams | None = None
+    expected_resume_seconds: ResumeSeconds | None = None
 
     @model_validator(mode="after")
     def _identities_agree(self) -> Self:
@@ -184,6 +205,12 @@ class AgentHintParams(_Wire):
                 raise PydanticCustomError(
                     "edits_without_session",
                     "is missing: context_management needs one, since an edit applies to a session",
+                    {"field": "session_id"},
+                )
+            if self.expected_resume_seconds is not None:
+                raise PydanticCustomError(
+                    "resume_without_session",
+                    "is missing: expected_resume_seconds needs one, since a session comes back",
                     {"field": "session_id"},
                 )
         elif self.manages and self.cache_control is not None:

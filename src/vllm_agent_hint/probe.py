@@ -56,6 +56,12 @@ _SIGNATURES: Final = (
     ("vllm.v1.core.sched.scheduler", "Scheduler", "make_stats", ()),
     ("vllm.v1.core.sched.scheduler", "Scheduler", "has_requests", ()),
     ("vllm.v1.core.sched.scheduler", "Scheduler", "set_pause_state", ("pause_state",)),
+    (
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler",
+        "reset_prefix_cache",
+        ("reset_running_requests",),
+    ),
     ("vllm.v1.core.sched.scheduler", "Scheduler", "_preempt_request", ("request",)),
     ("vllm.v1.core.sched.scheduler", "Scheduler", "_free_request", ("request",)),
     ("vllm.v1.core.sched.scheduler", "Scheduler", "_free_blocks", ("request",)),

@@ -53,6 +53,8 @@ class Seam:
 
 _FRONTEND: Final = "vllm_agent_hint.frontend"
 _OPENAI: Final = "vllm.entrypoints.openai"
+_OFFLOADING: Final = "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector"
+_REPORTING: Final = "vllm_agent_hint.pooling.tier.reporting"
 
 SEAMS: Final = (
     Seam(
@@ -67,6 +69,24 @@ SEAMS: Final = (
         "vllm_agent_hint.seams:add_utility_call",
         "management requests",
         is_wrapper=False,
+    ),
+    Seam(
+        "vllm.v1.engine.core",
+        "EngineCoreProc.__init__",
+        "vllm_agent_hint.engine.waking:init_engine_core",
+        "keep-alive in a KV connector while the engine idles",
+    ),
+    Seam(
+        _OFFLOADING,
+        "OffloadingConnector.get_transfer_results",
+        f"{_REPORTING}:get_transfer_results",
+        "failed loads of our tier",
+    ),
+    Seam(
+        _OFFLOADING,
+        "OffloadingConnector.get_block_ids_with_load_errors",
+        f"{_REPORTING}:get_block_ids_with_load_errors",
+        "failed loads of our tier",
     ),
     Seam(
         "vllm.v1.metrics.stats",

@@ -52,7 +52,7 @@ class Settings(BaseSettings):
     pooling: bool = Field(
         default=True,
         description="0 answers offload and prefetch with unsupported, whatever KV connector is "
-        "in use. This version has no adapter for one, so 1 answers the same.",
+        "in use, and leaves it alone.",
     )
     shadow: bool = Field(
         default=False,
@@ -197,6 +197,58 @@ class Settings(BaseSettings):
         le=1_000_000,
         description="Blocks that expiry, evict and free may release in one scheduling step, all "
         "together; the rest follows in the next steps.",
+    )
+    max_tracked: int = Field(
+        default=4_000_000,
+        ge=0,
+        le=100_000_000,
+        description="Block hashes remembered of what sessions have in a KV connector, counted "
+        "once per session. Above it the session that was used longest ago is forgotten there.",
+    )
+    max_prefetches: int = Field(
+        default=2,
+        ge=1,
+        le=1024,
+        description="Prefetches that load at once. Others wait.",
+    )
+    max_prefetches_queued: int = Field(
+        default=1_000,
+        ge=1,
+        le=100_000,
+        description="Prefetches that wait. More are rejected.",
+    )
+    prefetch_reserve: float = Field(
+        default=0.2,
+        ge=0.0,
+        le=1.0,
+        description="Share of the pool's blocks that a prefetch leaves free for requests. What a "
+        "TTL protects is left alone as well.",
+    )
+    prefetch_patience_seconds: float = Field(
+        default=30.0,
+        gt=0.0,
+        le=3600.0,
+        description="Seconds for which a prefetch waits for room; then it is rejected.",
+    )
+    prefetch_wait_seconds: float = Field(
+        default=5.0,
+        ge=0.0,
+        le=3600.0,
+        description="Seconds for which a request may wait for a prefetch that brings its own "
+        "prefix; then it computes it.",
+    )
+    transfer_seconds: float = Field(
+        default=60.0,
+        gt=0.0,
+        le=3600.0,
+        description="Seconds after which an offload that the KV connector has not confirmed fails.",
+    )
+    keep_alive_seconds: float = Field(
+        default=60.0,
+        gt=0.0,
+        le=3600.0,
+        description="Seconds between two rounds in which what sessions have in a KV connector is "
+        "refreshed there.",
     )
     tenant_header: str = Field(
         default="",

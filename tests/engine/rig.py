@@ -69,6 +69,7 @@ def make_scheduler(
     enable_caching: bool = True,
     settings: Settings | None = None,
     base: type | None = None,
+    kv_transfer_config: Any = None,
 ) -> Any:
     """Build a stock scheduler, or one with the plugin's mixin laid over it.
 
@@ -82,6 +83,7 @@ def make_scheduler(
         enable_caching: Prefix caching.
         settings: The plugin's, if not those of the environment.
         base: Another class to build, or to lay the mixin over.
+        kv_transfer_config: vLLM's, for a KV connector.
     """
     base = base or (AsyncScheduler if asynchronous else Scheduler)
     scheduler_cls = agent_scheduler(base) if plugged else base
@@ -98,6 +100,7 @@ def make_scheduler(
             asynchronous=asynchronous,
             enable_caching=enable_caching,
             mamba_cache_mode="align" if has_state else None,
+            kv_transfer_config=kv_transfer_config,
         )
 
 

@@ -397,6 +397,7 @@ TRIGGERS: dict[str, Callable[[Engine], None]] = {
 """What makes vLLM call each hook."""
 
 ASK_NO_SAM = {
+    "attach_connector",
     "take_hint",
     "requests_complete",
     "request_complete",

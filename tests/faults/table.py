@@ -1221,8 +1221,8 @@ FAULTS: Final = (
         "another plugin's policy is asked last",
         breaks="every extension point lets others go first",
         file="hookspecs.py",
-        old="    @hookimpl(trylast=True)",
-        new="    @hookimpl(tryfirst=True)",
+        old="    @hookimpl(trylast=True)\n    def agent_hint_retention_policy",
+        new="    @hookimpl(tryfirst=True)\n    def agent_hint_retention_policy",
         tests=("engine/test_policy.py",),
     ),
     Fault(

@@ -64,7 +64,16 @@ def soon(read: Callable[[], float], expected: float) -> None:
 def test_every_series_is_there_at_zero_from_the_start(serve: Serve) -> None:
     metrics = serve("qwen3-small", FEW_BLOCKS).metrics()
     gauges = {"active", "sessions", "records", "leases", "blocks"}
+    gauges |= {"remote_tracked_keys", "remote_shared_keys"}
+    gauges |= {"prefetches_waiting", "prefetches_loading"}
     counters = {
+        "remote_orphaned_keys",
+        "remote_evictions",
+        "keep_alives",
+        "keep_alive_losses",
+        "transfer_bytes",
+        "transfer_failures",
+        "transfer_back_pressure",
         "pressure_overrides",
         "expired",
         "clipped",
@@ -76,7 +85,11 @@ def test_every_series_is_there_at_zero_from_the_start(serve: Serve) -> None:
         "prompt_tokens",
         "cached_prompt_tokens",
     }
-    histogram = {f"slice_seconds_{part}" for part in ("bucket", "count", "sum")}
+    histogram = {
+        f"{name}_{part}"
+        for name in ("slice_seconds", "prefetch_queue_seconds", "transfer_seconds")
+        for part in ("bucket", "count", "sum")
+    }
     found = {name.removeprefix(PREFIX) for name in metrics.names(PREFIX) if "_created" not in name}
     assert found == gauges | histogram | {f"{counter}_total" for counter in counters}
     ours = [s for s in metrics.samples if s.name.startswith(PREFIX) and "_created" not in s.name]

@@ -114,7 +114,7 @@ def test_openapi_shows_every_route_with_its_models_and_errors(server: TestServer
             assert "401" in responses
     schemas = page["components"]["schemas"]
     assert "ContextEdit" in schemas
-    assert {"edits", "cache_salt"} == set(schemas["EditRequest"]["properties"])
+    assert {"edits", "cache_salt", "wait_seconds"} == set(schemas["EditRequest"]["properties"])
 
 
 # -- state -------------------------------------------------------------------------------------
@@ -161,6 +161,7 @@ def test_a_session_is_shown_with_its_context_and_lease(alice: Client) -> None:
         "parent_session_id": None,
         "children": [],
         "live_requests": 0,
+        "residency": [],
     }
     [lease] = lineage.pop("leases")
     blocks = 1000 // BLOCK

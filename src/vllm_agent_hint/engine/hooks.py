@@ -15,6 +15,7 @@ from vllm_agent_hint.engine.capture import TrafficCapture
 from vllm_agent_hint.engine.edits import EditOperations
 from vllm_agent_hint.engine.operations import OperationStore
 from vllm_agent_hint.engine.origins import origin_of
+from vllm_agent_hint.engine.remote import NoAdapterError, RemoteSessions, why_no_remote
 from vllm_agent_hint.engine.scheduler_stats import FIELD
 from vllm_agent_hint.engine.statistics import MAX_SLICES, take_hinted_tokens, take_statistics
 from vllm_agent_hint.hints import (
@@ -123,6 +124,8 @@ class EngineHooks:
         """What became of them, for those who ask. Where hints have no effect, nothing does."""
         self.unanswered: set[Future[list[EditResult]]] = set()
         """Of management calls whose edits are not done yet."""
+        self.remote: RemoteSessions | None = None
+        """Sessions in the scheduler's KV connector, if it has one that can be used."""
         self.capture: TrafficCapture | None = None
         """Records all traffic, unhinted too; None while nobody has asked for it."""
         self.is_paused = False
@@ -164,6 +167,26 @@ class EngineHooks:
         manager.on_fault = self.drop_sessions
         manager.tracked = self.tracked
         manager.block_pool.observer = self
+
+    def attach_connector(self, scheduler: Any) -> None:
+        """Use the scheduler's KV connector for sessions; if that can't be, they are local."""
+        if self.sam is None:
+            return
+        settings = load_settings()
+        try:
+            reason = why_no_remote(scheduler, settings)
+            if not reason:
+                remote = RemoteSessions(scheduler, self.sam, settings)
+                self.manager.loads = remote.loads
+                self.remote = self.sam.remote = remote
+        except NoAdapterError as error:
+            reason = str(error)
+        except Exception as error:
+            self.remote = self.sam.remote = None
+            reason = f"using its KV connector failed: {error!r}"
+        if reason:
+            self.sam.why_no_remote = reason
+            logger.info("vllm-agent-hint: offload and prefetch are unsupported (%s)", reason)
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -273,6 +296,8 @@ class EngineHooks:
             output_tokens=request.num_output_tokens,
             operation_id="" if tracked.stamp is None else tracked.stamp.operation_id,
         )
+        if self.remote is not None and _has_succeeded(request, tracked):
+            self.remote.request_recorded(request, tracked.live)
 
     @_outlives_sam
     def run_edits(self, request: Any, tracked: TrackedRequest) -> None:
@@ -287,6 +312,8 @@ class EngineHooks:
             note([])
         elif all_succeeded:
             self.sam.start_edits(intent.key, intent.edits, time.monotonic(), note)
+            if self.remote is not None and intent.resumes_in is not None:
+                self.remote.expect(intent.key, intent.resumes_in)
             if self.is_paused:
                 self.sam.finish_releases()
         else:
@@ -318,7 +345,11 @@ class EngineHooks:
         Never while the engine is paused: a pause waits until nothing wants a step. What has
         expired can wait for the next step, whenever that is.
         """
-        return self.sam is not None and self.sam.num_open_edits > 0 and not self.is_paused
+        if self.sam is None or self.is_paused:
+            return False
+        if self.sam.num_open_edits and len(self.sam.releases):
+            return True
+        return self.remote is not None and self.remote.wants_steps
 
     @_outlives_sam
     def pause_changed(self, *, is_paused: bool) -> None:
@@ -457,7 +488,10 @@ class EngineHooks:
 
     def statistics(self) -> dict[str, Any]:
         """See ``take_statistics``; each event is handed out once."""
-        return take_statistics(self.sam, self.manager.block_pool, self.slices)
+        taken = take_statistics(self.sam, self.manager.block_pool, self.slices)
+        if self.remote is not None:
+            taken["remote"] = self.remote.statistics()
+        return taken
 
     def drop_sessions(self, where: str) -> None:
         """Go on without sessions: no block is marked, the free queue is plain LRU."""
@@ -467,6 +501,8 @@ class EngineHooks:
         )
         self.reason = f"{where} failed, see the log"
         self.sam = None
+        if self.remote is not None:
+            self.remote.drop(where)
         self.has_news = True
         self.outcomes.abandon(self.reason, time.monotonic())
         for answer in list(self.unanswered):

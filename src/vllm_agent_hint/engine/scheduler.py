@@ -30,6 +30,8 @@ class AgentSchedulerMixin:
         self.agent_hint = EngineHooks(
             getattr(self, "kv_cache_manager", None), getattr(self, "parallel_config", None)
         )
+        if getattr(self, "connector", None) is not None:
+            self.agent_hint.attach_connector(self)
 
     def add_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         """As stock, without the hint; then act on it, once.
@@ -69,6 +71,8 @@ class AgentSchedulerMixin:
         if self.agent_hint.capture is not None:
             self.agent_hint.traffic_ended(request)
         tracked = self.agent_hint.tracked.get(request.request_id)
+        if self.agent_hint.remote is not None:
+            self.agent_hint.remote.request_ends(request)
         if tracked is None:
             return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
         self.agent_hint.request_ended(request)
@@ -80,20 +84,52 @@ class AgentSchedulerMixin:
         """As stock, at once or after a transfer."""
         super()._free_blocks(request, *args, **kwargs)  # type: ignore[misc]
         self.agent_hint.tracked.pop(request.request_id, None)
+        if self.agent_hint.remote is not None:
+            self.agent_hint.remote.request_freed(request.request_id)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """As stock, after expiring what is due. On the path of every step."""
         self.agent_hint.expire_due()
-        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        remote = self.agent_hint.remote
+        if remote is None:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        remote.before_schedule()
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        remote.after_schedule()
+        return output
 
     def has_requests(self) -> bool:
-        """As stock, or something is still being let go, which goes on with each step."""
+        """As stock, or something of ours goes on with each step: letting go, transfers."""
+        if self.agent_hint.remote is not None:
+            self.agent_hint.remote.look()
         return super().has_requests() or self.agent_hint.wants_steps  # type: ignore[misc]
 
     def set_pause_state(self, pause_state: Any, *args: Any, **kwargs: Any) -> None:
         """As stock; from here on no step is wanted, since the executor may be asleep."""
+        if self.agent_hint.remote is not None:
+            self.agent_hint.remote.pause_changed(is_paused=bool(pause_state))
         super().set_pause_state(pause_state, *args, **kwargs)  # type: ignore[misc]
         self.agent_hint.pause_changed(is_paused=bool(pause_state))
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, *args: Any, **kwargs: Any
+    ) -> bool:
+        """As stock, after giving up loads.
+
+        Stock raises where a block is still held that it thinks it has taken from everybody. A
+        load that the connector is still writing is none of its business: then the reset has
+        failed, as it does beside any request that runs.
+        """
+        remote = self.agent_hint.remote
+        if remote is None:
+            return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)  # type: ignore[misc]
+        remote.about_to_reset()
+        try:
+            return super().reset_prefix_cache(reset_running_requests, *args, **kwargs)  # type: ignore[misc]
+        except RuntimeError:
+            if not remote.loads.num_loading:
+                raise
+            return False
 
     def make_stats(self, *args: Any, **kwargs: Any) -> Any:
         """As stock, with our part in the field that ``scheduler_stats`` has added."""

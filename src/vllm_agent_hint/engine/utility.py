@@ -157,10 +157,12 @@ def _accounted(
 ) -> Content | Future[Content]:
     """Run an operation whose results can be asked for while it runs, and afterwards."""
     assert hooks.sam is not None
-    is_known = call.key in hooks.sam.sessions
+    is_known = call.key in hooks.sam.sessions or (
+        hooks.remote is not None and hooks.remote.knows(call.key)
+    )
 
     def content(results: list[EditResult]) -> Content:
-        if call.operation_id:
+        if call.operation_id and not any(map(_is_pending, results)):
             hooks.outcomes.finish(call.operation_id, call.tenant, results, None, time.monotonic())
         return {"results": _plain(results), "known": is_known}
 
@@ -176,14 +178,27 @@ def _apply(
     block_size = hooks.manager.logical_block_size
     edits = [Edit.from_wire(edit, block_size) for edit in call.edits]
     results: Future[list[EditResult]] = Future()
-    hooks.sam.start_edits(call.key, edits, now, results.set_result)
+    run = hooks.sam.start_edits(call.key, edits, now, results.set_result)
     if call.at_once or hooks.is_paused:
         hooks.sam.finish_releases()
     if results.done():
         return results.result()
+    if hooks.remote is not None:
+        # What is transferred takes its time; who wants to know how it ends asks for it.
+        results.add_done_callback(lambda done: _note(hooks, call, done.result()))
+        return run.so_far
     hooks.unanswered.add(results)
     results.add_done_callback(hooks.unanswered.discard)
     return results
+
+
+def _note(hooks: EngineHooks, call: Call, results: list[EditResult]) -> None:
+    if call.operation_id:
+        hooks.outcomes.finish(call.operation_id, call.tenant, results, None, time.monotonic())
+
+
+def _is_pending(result: EditResult) -> bool:
+    return result.status is EditStatus.PENDING
 
 
 def _free_session(hooks: EngineHooks, call: Call) -> EditResult:
@@ -234,7 +249,10 @@ def _show(hooks: EngineHooks, call: Call, now: float) -> Content:
     session = hooks.sam.sessions.get(call.key)
     if session is None:
         return {"session": None}
-    return {"session": view.describe(call.key, session, hooks.manager.group_layouts(), now)}
+    described = view.describe(call.key, session, hooks.manager.group_layouts(), now)
+    if hooks.remote is not None and not hooks.remote.reason:
+        described["residency"] = hooks.remote.residency(call.key)
+    return {"session": described}
 
 
 def _operation(hooks: EngineHooks, call: Call, now: float) -> Content:

@@ -6,9 +6,11 @@ answers are merged.
 """
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Final
 
 from vllm_agent_hint.frontend import metrics
@@ -17,6 +19,7 @@ from vllm_agent_hint.hints import AgentHintParams, EditResult, EditStatus, EditT
 from vllm_agent_hint.stamp import DEFAULT_TENANT
 
 RPC_METHOD: Final = "agent_hint_rpc"
+_POLL_SECONDS: Final = 0.05
 
 _COMMON: Final = frozenset({"active", "reason", "results", "stats"})
 
@@ -83,6 +86,25 @@ def edit_call(
         "operation_id": operation_id,
         "at_once": at_once,
     }
+
+
+async def await_transfers(
+    engine_client: Any, results: list[EditResult], operation_id: str, tenant: str, seconds: float
+) -> list[EditResult]:
+    """Results of edits once none is pending, or after so many seconds as far as they have come."""
+    until = time.monotonic() + seconds
+    asked = {"op": "operation", "operation_id": operation_id, "tenant": tenant}
+    while any(r.status is EditStatus.PENDING for r in results) and time.monotonic() < until:
+        await asyncio.sleep(min(_POLL_SECONDS, max(0.0, until - time.monotonic())))
+        answers = await call_engines(engine_client, asked)
+        found = [a.content["operation"] for a in answers if a.content.get("operation")]
+        if found and all(part["status"] == "done" for part in found):
+            of_each_edit = zip_longest(*(part["results"] for part in found))
+            return [
+                best_of([EditResult.model_validate(r) for r in of_one if r is not None])
+                for of_one in of_each_edit
+            ]
+    return results
 
 
 async def call_engines(engine_client: Any, payload: dict[str, Any]) -> list[EngineAnswer]:

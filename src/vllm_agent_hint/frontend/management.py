@@ -10,7 +10,12 @@ from http import HTTPStatus
 from typing import Any, Protocol
 
 from vllm_agent_hint.frontend.carry import CarriedHint
-from vllm_agent_hint.frontend.engine_calls import call_engines, edit_call, merge_results
+from vllm_agent_hint.frontend.engine_calls import (
+    await_transfers,
+    call_engines,
+    edit_call,
+    merge_results,
+)
 from vllm_agent_hint.frontend.fail_open import name_once
 
 
@@ -101,5 +106,11 @@ async def _run_edits(serving: Any, request: Any, ours: CarriedHint) -> list[dict
         return []
     salt = getattr(request, "cache_salt", None)
     payload = edit_call(ours.hint, salt, ours.operation_id, tenant=ours.tenant)
-    results = merge_results(await call_engines(serving.engine_client, payload))
+    client = serving.engine_client
+    results = merge_results(await call_engines(client, payload))
+    management = ours.hint.context_management
+    if management is not None and management.wait_seconds:
+        results = await await_transfers(
+            client, results, ours.operation_id, ours.tenant, management.wait_seconds
+        )
     return [result.model_dump(mode="json") for result in results]

@@ -60,6 +60,9 @@ def merge_sessions(answers: Sequence[EngineAnswer]) -> Plain | None:
         "lineages": [
             {"engine": engine, **lineage} for engine, part in found for lineage in part["lineages"]
         ],
+        "residency": [
+            {"engine": engine, **part["residency"]} for engine, part in found if "residency" in part
+        ],
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
 from vllm_agent_hint.frontend.fail_open import name_once
+from vllm_agent_hint.frontend.pooling_metrics import PoolingMetrics
 from vllm_agent_hint.hints import EditStatus, EditType
 from vllm_agent_hint.settings import load_settings
 
@@ -99,6 +100,8 @@ class AgentHintMetrics:
             ["model_name", "engine"],
             buckets=_SLICE_BUCKETS,
         )
+        engines = list(engines)
+        self._pooling = PoolingMetrics(PREFIX, model_name, engines)
         for engine in engines:
             self._start_at_zero(engine)
 
@@ -139,6 +142,8 @@ class AgentHintMetrics:
             self._edits.labels(*labels, operation, status).inc(edits)
         for seconds in stats["slices"]:
             self._slices.labels(*labels).observe(seconds)
+        if stats.get("remote") is not None:
+            self._pooling.take(engine, stats["remote"])
 
     def take_prompt_tokens(self, engine: int, hinted: tuple[int, int], total: Any) -> None:
         """Count the prompt tokens of the requests that a step has admitted.

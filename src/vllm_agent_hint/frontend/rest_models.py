@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from vllm_agent_hint.hints import MAX_EDITS, ContextEdit, EditResult
+from vllm_agent_hint.hints import MAX_EDITS, ContextEdit, EditResult, WaitSeconds
 from vllm_agent_hint.sessions.facts import MAX_TOOL_NAME, MAX_TOOLS, Ended
 
 DEFAULT_LIMIT = 100
@@ -68,6 +68,10 @@ class EditRequest(_Asked):
         Field(max_length=MAX_EDITS, description="Run now, in this order."),
     ]
     cache_salt: CacheSalt | None = None
+    wait_seconds: Annotated[
+        WaitSeconds,
+        Field(description="Answer once transfers have ended, or after so many seconds."),
+    ] = 0.0
 
 
 class TurnRequest(_Asked):
@@ -180,6 +184,18 @@ class LineageView(_Told):
     leases: Annotated[list[LeaseView], Field(description="What keeps it, the shortest first.")]
 
 
+class ResidencyView(_Told):
+    engine: Annotated[int, Field(description="Data-parallel index.")]
+    tokens: Annotated[int, Field(description="Of the session's latest context, whole blocks.")]
+    local: Annotated[int, Field(description="A prefix of it that the engine's cache would serve.")]
+    remote: Annotated[
+        int | None,
+        Field(
+            description="A prefix of it that the KV connector could load now; null if it is busy."
+        ),
+    ]
+
+
 class SessionView(_Told):
     session_id: SessionIdShown
     has_cache_salt: HasCacheSalt
@@ -189,6 +205,10 @@ class SessionView(_Told):
     lineages: Annotated[
         list[LineageView], Field(description="Prompts that it runs side by side, on each engine.")
     ]
+    residency: Annotated[
+        list[ResidencyView],
+        Field(description="Where its context is, on each engine with a KV connector."),
+    ] = []
 
 
 class EditReport(_Told):

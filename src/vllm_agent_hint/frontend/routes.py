@@ -21,6 +21,7 @@ from vllm_agent_hint.frontend import capture_routes
 from vllm_agent_hint.frontend.access_log import SESSIONS_PATH, hide_session_ids
 from vllm_agent_hint.frontend.engine_calls import (
     EngineAnswer,
+    await_transfers,
     call_engines,
     edit_call,
     merge_results,
@@ -222,7 +223,9 @@ async def edit_session(
 ) -> EditReport:
     """Run edits on a session's recorded context now, without the model."""
     check_edits_allowed(body.edits, "edits", load_settings())
-    return await _edit(raw_request, session_id, body.cache_salt, body.edits)
+    return await _edit(
+        raw_request, session_id, body.cache_salt, body.edits, wait_seconds=body.wait_seconds
+    )
 
 
 @router.delete("/sessions/{session_id:agent_hint_id}", responses=_NOT_FOUND)
@@ -279,7 +282,12 @@ def _all_have_answered(answers: Sequence[EngineAnswer]) -> None:
 
 
 async def _edit(
-    raw_request: Request, session_id: str, cache_salt: str | None, edits: list[ContextEdit]
+    raw_request: Request,
+    session_id: str,
+    cache_salt: str | None,
+    edits: list[ContextEdit],
+    *,
+    wait_seconds: float = 0.0,
 ) -> EditReport:
     hint = AgentHintParams(
         session_id=session_id,
@@ -287,7 +295,14 @@ async def _edit(
     )
     operation_id = uuid.uuid4().hex
     payload = edit_call(hint, cache_salt, operation_id)
-    return _report(session_id, operation_id, await _ask(raw_request, payload))
+    report = _report(session_id, operation_id, await _ask(raw_request, payload))
+    if not wait_seconds:
+        return report
+    client = raw_request.app.state.engine_client
+    results = await await_transfers(
+        client, report.results, operation_id, tenant_of(raw_request), wait_seconds
+    )
+    return report.model_copy(update={"results": results})
 
 
 def _report(session_id: str, operation_id: str, answers: Sequence[EngineAnswer]) -> EditReport:

@@ -1,6 +1,6 @@
 """vLLM's KV cache manager, which knows which requests are hinted and what they leave behind."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import new_class
@@ -79,6 +79,8 @@ class KVCacheManagerMixin:
         """Called, from an ``except``, with what has failed in the session core."""
         self.tracked: dict[str, TrackedRequest] = {}
         """Hinted requests by request id; the scheduler keeps it."""
+        self.loads: Container[str] = ()
+        """Ids of requests that never run: nothing of them is counted as anybody's use."""
         self.is_shadow = False
         """Whether accounts are kept and no order is changed."""
         self.hinted_tokens = HintedTokens()
@@ -141,6 +143,8 @@ class KVCacheManagerMixin:
         computes again after a preemption. The front end knows the sum over all requests, so an
         unhinted one costs a look-up.
         """
+        if self.loads and request.request_id in self.loads:
+            return
         stats = getattr(self, "prefix_cache_stats", None)
         if request.request_id not in self.tracked or stats is None:
             super().record_prefix_cache_stats(request, *args, **kwargs)  # type: ignore[misc]
@@ -158,14 +162,14 @@ class KVCacheManagerMixin:
     def get_computed_blocks(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """As stock, once per attempt to schedule a request; then say what it was served from."""
         result = super().get_computed_blocks(request, *args, **kwargs)  # type: ignore[misc]
-        if self.on_served is not None:
+        if self.on_served is not None and request.request_id not in self.loads:
             self.on_served(request, result[0].blocks)
         return result
 
     def get_computed_blocks_for_connector(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """As stock: the look-up of hybrid models beside a connector doesn't pass the one above."""
         result = super().get_computed_blocks_for_connector(request, *args, **kwargs)  # type: ignore[misc]
-        if self.on_served is not None:
+        if self.on_served is not None and request.request_id not in self.loads:
             self.on_served(request, result[0].blocks)
         return result
 

@@ -12,22 +12,31 @@ class EditRun:
     """The edits of one operation, each with a result of its own.
 
     Args:
-        num_edits: How many.
+        types: Of the edits.
         account: Told of the results, to count them.
         on_done: Gets the results, in the order of the edits, when the last is there.
     """
 
     def __init__(
         self,
-        num_edits: int,
+        types: Sequence[EditType],
         account: Callable[[Iterable[EditResult]], None],
         on_done: Callable[[list[EditResult]], None],
     ) -> None:
-        self._results: list[EditResult | None] = [None] * num_edits
+        self._types = types
+        self._results: list[EditResult | None] = [None] * len(types)
         self._account = account
         self._on_done = on_done
-        if not num_edits:
+        if not types:
             on_done([])
+
+    @property
+    def so_far(self) -> list[EditResult]:
+        """The results, ``pending`` where there is none yet."""
+        return [
+            EditResult(type=edit, status=EditStatus.PENDING) if result is None else result
+            for edit, result in zip(self._types, self._results, strict=True)
+        ]
 
     def settle(self, which: int, result: EditResult) -> None:
         """One edit is done."""

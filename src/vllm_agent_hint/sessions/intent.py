@@ -76,6 +76,8 @@ class SessionIntent:
         is_sibling: One of several engine requests that one HTTP request became. It says nothing
             about what its session goes on with.
         tenant: Of an anonymous session; a named one has it in its key.
+        resumes_in: Seconds from the request's end until the session is expected back; None if
+            nothing is known.
     """
 
     key: SessionKey | None
@@ -84,6 +86,7 @@ class SessionIntent:
     edits: tuple[Edit, ...] = ()
     is_sibling: bool = False
     tenant: str = ""
+    resumes_in: float | None = None
 
     @classmethod
     def from_agent_hint(
@@ -117,6 +120,7 @@ class SessionIntent:
             edits=tuple(Edit.from_wire(edit, block_size) for edit in hint.edits),
             is_sibling=is_sibling,
             tenant=tenant,
+            resumes_in=hint.expected_resume_seconds,
         )
 
     @property

@@ -288,6 +288,20 @@ class Ledger:
             chain.truncate(len(chain) - len(tail))
         return gained
 
+    def release_range(self, lineage: Lineage, start_token: int, end_token: int) -> None:
+        """End the records between two tokens and keep those behind; O(records in it)."""
+        for chain in lineage.chains:
+            size = self.layouts[chain.group].block_size
+            inside = [
+                position
+                for position in range(len(chain))
+                if start_token <= chain.logical_index(position) * size < end_token
+                and chain.block_ids[position] != LOST
+            ]
+            self._release_positions(chain, inside)
+            for position in inside:
+                chain.mark_lost(position)
+
     def _release_positions(
         self,
         chain: Chain,

@@ -29,6 +29,7 @@ from vllm_agent_hint.sessions.lineage import (
 )
 from vllm_agent_hint.sessions.policy import RestingTurn, RetentionPolicy, policy_of
 from vllm_agent_hint.sessions.releases import Release, Releases
+from vllm_agent_hint.sessions.remote import RemoteKV
 from vllm_agent_hint.sessions.session import IdleLimit, LiveRequest, Session
 from vllm_agent_hint.sessions.standing import Standing
 from vllm_agent_hint.sessions.ttl import WheelEntry
@@ -82,6 +83,10 @@ class SessionAwareManager:
         """When ``tick`` has something to do next. An attribute: every scheduling step reads it."""
         self.agenda = Agenda(now)
         self.history = History(settings.max_history)
+        self.remote: RemoteKV | None = None
+        """Keeps contexts elsewhere; None if nobody can."""
+        self.why_no_remote = "no KV connector that could do it is in use"
+        """Why nobody can."""
         self._serial = count()
         self.num_open_edits = 0
         """Calls of ``start_edits`` that are not done."""
@@ -406,19 +411,26 @@ class SessionAwareManager:
         edits: Sequence[Edit],
         now: float,
         on_done: Callable[[list[EditResult]], None],
-    ) -> None:
+    ) -> EditRun:
         """Run edits on a session's recorded context, in order.
 
         They count from now on. What they release is released a slice at a time, with each
-        ``tick``; ``on_done`` gets the results when nothing is left of it, which may be at once.
+        ``tick``; what they transfer takes its time. ``on_done`` gets the results when nothing is
+        left of either, which may be at once.
+
+        Returns:
+            What is known of them so far.
         """
         self.num_open_edits += 1
-        run = EditRun(len(edits), self._count_results, partial(self._edits_done, on_done))
+        run = EditRun(
+            [edit.type for edit in edits], self._count_results, partial(self._edits_done, on_done)
+        )
         for k, edit in enumerate(edits):
             self._start_edit(key, edit, now, partial(run.settle, k))
         if len(self.releases):
             self.releases.work(self._settings.release_slice)
         self._reschedule()
+        return run
 
     def _edits_done(
         self, on_done: Callable[[list[EditResult]], None], results: list[EditResult]
@@ -463,8 +475,14 @@ class SessionAwareManager:
         self, key: SessionKey, edit: Edit, now: float, done: Callable[[EditResult], None]
     ) -> None:
         session = self.sessions.get(key)
+        remote = self.remote
+        if edit.type is not EditType.EVICT and remote is not None:
+            remote.transfer(key, edit, done)
+            return
+        if remote is not None and not edit.include_children:
+            done = remote.evict(key, edit, done)
         if edit.type is not EditType.EVICT:
-            reason = "no KV connector that could do it is in use"
+            reason = self.why_no_remote
             if not self._settings.pooling:
                 reason = "offload and prefetch are off (VLLM_AGENT_HINT_POOLING=0)"
             done(EditResult(type=edit.type, status=EditStatus.UNSUPPORTED, reason=reason))
@@ -486,6 +504,39 @@ class SessionAwareManager:
             else:
                 self._evict(session, eviction, now)
             eviction.close()
+
+    def release_offloaded(
+        self, key: SessionKey, edit: Edit, now: float, done: Callable[[], object]
+    ) -> str:
+        """What an offload has saved need not be kept here any more: end the claims on it.
+
+        The session stays, and so does the claim on what lies behind a range.
+
+        Returns:
+            Why it stays as it is; empty if it ends, and ``done`` is called when it has.
+        """
+        session = self.sessions.get(key)
+        if session is None:
+            return "the session has ended"
+        if session.live:
+            return "a request of the session is alive"
+        if edit.has_range:
+            assert edit.end_token is not None
+            for lineage in session.lineages:
+                self.releases.finish_edit(lineage)
+                self.ledger.release_range(lineage, edit.start_token, edit.end_token)
+            self._reschedule()
+            done()
+            return ""
+
+        def over(_: EditResult) -> None:
+            done()
+
+        eviction = Eviction(self._layouts, edit, over)
+        self._evict(session, eviction, now)
+        eviction.close()
+        self._reschedule()
+        return ""
 
     def _evict(self, session: Session, eviction: Eviction, now: float) -> None:
         eviction.had_expired |= bool(session.history)
@@ -654,6 +705,8 @@ class SessionAwareManager:
         self.history.forget_all(session)
         family.disband(session)
         self._child_rests(family.leave_parent(session))
+        if self.remote is not None and isinstance(session.key, SessionKey):
+            self.remote.session_ended(session.key)
 
     def _let_go(
         self,
@@ -804,12 +857,18 @@ class SessionAwareManager:
             for lineage in list(session.lineages):
                 lineage.expired_deadline = limit.due_at - self._associated_seconds
                 self._let_expire(lineage, 0)
-        elif family.waits_for_children(session):
+        elif family.waits_for_children(session) or self._is_kept_elsewhere(session, limit.due_at):
             until = max(limit.due_at + self._settings.idle_seconds, now)
             self.agenda.idle.register(limit, until)
         else:
             self.standing.stay_away(session)
             self._free(session)
+
+    def _is_kept_elsewhere(self, session: Session, now: float) -> bool:
+        key = session.key
+        return (
+            self.remote is not None and isinstance(key, SessionKey) and self.remote.keeps(key, now)
+        )
 
     def _let_expire(self, lineage: Lineage, from_token: int) -> None:
         release = Release(

@@ -58,6 +58,7 @@ def build_scheduler(
     asynchronous: bool = False,
     enable_caching: bool = True,
     mamba_cache_mode: str | None = None,
+    kv_transfer_config: Any = None,
 ) -> Any:
     """Construct a scheduler class as the engine core does.
 
@@ -70,6 +71,7 @@ def build_scheduler(
         asynchronous: Async scheduling.
         enable_caching: Prefix caching.
         mamba_cache_mode: For specs with state.
+        kv_transfer_config: vLLM's, for a KV connector.
     """
     model_config = ModelConfig(
         model=_model_folder(),
@@ -95,6 +97,7 @@ def build_scheduler(
         cache_config=cache_config,
         device_config=DeviceConfig("cpu"),
         parallel_config=ParallelConfig(),
+        kv_transfer_config=kv_transfer_config,
     )
     cache_config.num_gpu_blocks = num_blocks
     return scheduler_cls(

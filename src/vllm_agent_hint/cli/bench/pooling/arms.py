@@ -1,0 +1,176 @@
+"""Three servers side by side: recompute, stock offloading on demand, and ours with prefetch."""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+from vllm_agent_hint.cli.demo.model import ensure_model
+from vllm_agent_hint.cli.demo.server import (
+    MODEL_NAME,
+    Server,
+    running_server,
+    server_environment,
+)
+
+BLOCKS: Final = 80
+"""Of 128 tokens: a context, a flood that drives it out, and no more."""
+CONTEXT_TOKENS: Final = 6_000
+FLOOD_TOKENS: Final = 3_000
+FLOOD_REQUESTS: Final = 4
+HOST_BYTES: Final = 2_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request as its client saw it.
+
+    Args:
+        ttft: Seconds until the first token.
+        cached_tokens: As vLLM reports them.
+        token_ids: What was generated.
+    """
+
+    ttft: float
+    cached_tokens: int
+    token_ids: tuple[int, ...]
+
+
+class Arm:
+    """One server.
+
+    Args:
+        name: In the report.
+        server: Where it runs.
+        parks: Whether it is told to offload and prefetch.
+    """
+
+    def __init__(self, name: str, server: Server, *, parks: bool) -> None:
+        self.name = name
+        self.parks = parks
+        self._server = server
+        self._client = httpx.Client(base_url=server.base_url, timeout=300.0, trust_env=False)
+
+    def ask(
+        self, prompt: Sequence[int], session_id: str | None = None, max_tokens: int = 4
+    ) -> Answer:
+        """A greedy completion, streamed."""
+        body: dict[str, Any] = {
+            "model": MODEL_NAME,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_token_ids": True,
+        }
+        if session_id is not None and self.parks:
+            body["agent_hint"] = {"session_id": session_id, "cache_control": {"ttl": 600}}
+        first = 0.0
+        usage: dict[str, Any] = {}
+        said: list[int] = []
+        began = time.perf_counter()
+        with self._client.stream("POST", "/v1/completions", json=body) as response:
+            response.raise_for_status()
+            for event in _events(response.iter_bytes()):
+                first = first or time.perf_counter() - began
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    said += choice.get("token_ids") or []
+        details = usage.get("prompt_tokens_details") or {}
+        return Answer(first, details.get("cached_tokens") or 0, tuple(said))
+
+    def edit(self, session_id: str, edit: str, wait_seconds: float = 0.0) -> tuple[str, str]:
+        """Run an edit. Returns its status and the operation's id."""
+        response = self._client.post(
+            f"/v1/agent_hint/sessions/{session_id}",
+            json={"edits": [{"type": edit}], "wait_seconds": wait_seconds},
+        )
+        response.raise_for_status()
+        report = response.json()
+        return report["results"][0]["status"], report["operation_id"]
+
+    def free(self, session_id: str) -> None:
+        """The agent has done its work: what it has protected is not in the way of the next."""
+        self._client.delete(f"/v1/agent_hint/sessions/{session_id}").raise_for_status()
+
+    def status_of(self, operation_id: str) -> str:
+        """What an edit has come to."""
+        response = self._client.get(f"/v1/agent_hint/operations/{operation_id}")
+        response.raise_for_status()
+        return str(response.json()["results"][0]["status"])
+
+    def total(self, metric: str, **labels: str) -> float:
+        return self._server.metrics().total(metric, **labels)
+
+    def flood(self, seed: int) -> None:
+        """One-shot traffic that drives everything unprotected out of the cache."""
+        for k in range(FLOOD_REQUESTS):
+            self.ask(tokens(FLOOD_TOKENS, seed * FLOOD_REQUESTS + k + 1_000_000), max_tokens=1)
+
+
+def _events(chunks: Iterator[bytes]) -> Iterator[dict[str, Any]]:
+    """The events of a stream. Generated text may hold what ``str.splitlines`` takes for an end."""
+    rest = b""
+    for chunk in chunks:
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: ") and line != b"data: [DONE]":
+                yield json.loads(line[6:])
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    """A prompt; another seed shares no block with it."""
+    state = seed * 2_654_435_761 % 2**32 | 1
+    prompt = []
+    for _ in range(count):
+        state = (1_103_515_245 * state + 12_345) % 2**31
+        prompt.append(3 + (state >> 16) % 256)
+    return prompt
+
+
+@contextmanager
+def running_arms(folder: Path, load_bytes_per_second: float, kind: str) -> Iterator[list[Arm]]:
+    """Recompute, stock and ours, in this order; each a ``vllm serve`` of its own."""
+    model = ensure_model(kind, folder / "models")
+    environment = server_environment(folder / "vllm-cache", on_gpu=False)
+    off = {**environment, "VLLM_AGENT_HINT": "0"}
+    with ExitStack() as running:
+
+        def start(name: str, env: Mapping[str, str], more: Sequence[str], *, parks: bool) -> Arm:
+            arguments = [
+                *("--max-model-len", "8192", "--num-gpu-blocks-override", str(BLOCKS)),
+                *more,
+            ]
+            server = running.enter_context(
+                running_server(model, folder / f"{name}.log", {**os.environ, **env}, arguments)
+            )
+            return Arm(name, server, parks=parks)
+
+        tier = ["--kv-transfer-config", json.dumps(_tier(load_bytes_per_second))]
+        yield [
+            start("recompute", off, [], parks=False),
+            start("stock-offloading", off, tier, parks=False),
+            start("ours", environment, tier, parks=True),
+        ]
+
+
+def _tier(load_bytes_per_second: float) -> dict[str, Any]:
+    """The same throttled tier for both that have one: without our plugin it goes by use alone."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "AgentHintOffloadingSpec",
+            "spec_module_path": "vllm_agent_hint.pooling.tier",
+            "cpu_bytes_to_use": HOST_BYTES,
+            "load_bytes_per_second": load_bytes_per_second,
+        },
+    }

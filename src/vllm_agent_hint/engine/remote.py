@@ -1,0 +1,444 @@
+"""Between the scheduler, its KV connector and the session core: where pooling comes together."""
+
+import logging
+import math
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property, wraps
+from typing import Any, Concatenate, ParamSpec
+
+from vllm_agent_hint.engine.loads import LoadQueue
+from vllm_agent_hint.engine.waking import Waker
+from vllm_agent_hint.hints import EditResult, EditStatus, EditType
+from vllm_agent_hint.hookspecs import kv_management, kv_store
+from vllm_agent_hint.pooling.capability import (
+    Content,
+    Operation,
+    OperationHandle,
+    Outcome,
+    PoolingCounters,
+    Residency,
+    Span,
+    SupportsSessionAwareKVManagement,
+)
+from vllm_agent_hint.pooling.manager import SessionAwarePoolingManager
+from vllm_agent_hint.pooling.resumes import Resumes
+from vllm_agent_hint.pooling.store import Wish
+from vllm_agent_hint.sessions.intent import Edit, Protection, SessionIntent, SessionKey
+from vllm_agent_hint.sessions.lineage import RecordedPrefix
+from vllm_agent_hint.sessions.manager import SessionAwareManager
+from vllm_agent_hint.sessions.session import LiveRequest
+from vllm_agent_hint.settings import Settings
+
+logger = logging.getLogger("vllm.agent_hint")
+
+P = ParamSpec("P")
+
+
+def _outlives_pooling(
+    hook: Callable[Concatenate["RemoteSessions", P], None],
+) -> Callable[Concatenate["RemoteSessions", P], None]:
+    """Let no fault of ours reach vLLM or the session core: go on without the connector."""
+
+    @wraps(hook)
+    def guarded(self: "RemoteSessions", /, *args: P.args, **kwargs: P.kwargs) -> None:
+        if self.reason:
+            return
+        try:
+            hook(self, *args, **kwargs)
+        except Exception:
+            self.drop(hook.__name__)
+
+    return guarded
+
+
+class NoAdapterError(Exception):
+    """Nobody knows how to use a connector for sessions."""
+
+
+class RemoteSessions:
+    """One scheduler's sessions in its KV connector. A ``RemoteKV`` and a ``LocalCache``.
+
+    Args:
+        scheduler: With the mixin laid over it.
+        sam: Its session core.
+        settings: Bounds.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        sam: SessionAwareManager,
+        settings: Settings,
+    ) -> None:
+        self._scheduler = scheduler
+        self._sam = sam
+        self._manager = scheduler.kv_cache_manager
+        self.reason = ""
+        """Why the connector is not used any more; empty while it is."""
+        self.counters = PoolingCounters()
+        self.waker: Waker | None = None
+        """Wakes the engine; None where that can't be done."""
+        self._resumes = Resumes()
+        self.capability: SupportsSessionAwareKVManagement
+        self.spm: SessionAwarePoolingManager | None = None
+        direct = kv_management(scheduler.connector, settings)
+        if direct is not None:
+            self.loads = LoadQueue(scheduler, settings, self._adopt, self.counters)
+            self.capability = direct
+            return
+        store = kv_store(scheduler, scheduler.connector)
+        if store is None:
+            name = type(scheduler.connector).__name__
+            raise NoAdapterError(f"there is no adapter for {name}")
+        self.loads = LoadQueue(scheduler, settings, self._adopt, self.counters)
+        self.loads.on_load = self._resumes.note_load
+        spm = SessionAwarePoolingManager(store, self, self.loads, settings, time.monotonic())
+        spm.counters = self.counters
+        self.capability = self.spm = spm
+
+    # -- what the session core asks ------------------------------------------------------------
+
+    def transfer(self, key: SessionKey, edit: Edit, done: Callable[[EditResult], None]) -> None:
+        """See ``RemoteKV``."""
+        span = Span(edit.start_token, edit.end_token)
+        self._set_time()
+        start = (
+            self.capability.offload if edit.type is EditType.OFFLOAD else self.capability.prefetch
+        )
+        handle = self._start(lambda: start(key, span))
+        handle.when_done(lambda outcome: done(_result(edit, outcome)))
+
+    def evict(
+        self, key: SessionKey, edit: Edit, done: Callable[[EditResult], None]
+    ) -> Callable[[EditResult], None]:
+        """See ``RemoteKV``."""
+        self.loads.drop(key, "an evict of the session has overtaken it")
+        span = Span(edit.start_token, edit.end_token)
+        handle = self._start(lambda: self.capability.evict(key, span))
+        return lambda local: handle.when_done(lambda outcome: done(_both(local, outcome)))
+
+    def session_ended(self, key: SessionKey) -> None:
+        """See ``RemoteKV``."""
+        self.loads.drop(key, "the session has ended")
+        self._resumes.forget(key)
+
+        def release() -> OperationHandle:
+            self.capability.release(key)
+            return OperationHandle()
+
+        self._start(release)
+
+    def keeps(self, key: SessionKey, now: float) -> bool:
+        """See ``RemoteKV``."""
+        return not self.reason and self.spm is not None and self.spm.keeps(key, now)
+
+    def knows(self, key: SessionKey) -> bool:
+        """Whether something of a session lies elsewhere, though it may never have been here."""
+        return not self.reason and self.spm is not None and self.spm.knows(key)
+
+    def _start(self, start: Callable[[], OperationHandle]) -> OperationHandle:
+        if self.reason:
+            return OperationHandle.ended(Outcome(EditStatus.FAILED, reason=self.reason))
+        try:
+            return start()
+        except Exception:
+            self.drop("asking the KV connector")
+            return OperationHandle.ended(Outcome(EditStatus.FAILED, reason=self.reason))
+
+    # -- what the scheduler reports ------------------------------------------------------------
+
+    @_outlives_pooling
+    def request_recorded(self, request: Any, live: LiveRequest) -> None:
+        """A hinted request has succeeded and its context is recorded; it holds its blocks yet."""
+        key = live.session.key
+        if not isinstance(key, SessionKey) or live.session.is_freed:
+            return
+        self._resumes.forget(key)
+        content = self._content_of(request)
+        ttl = max((p.ttl for p in live.session.protections), default=0.0)
+        self._set_time()
+        if self.spm is not None:
+            at_most = len(live.session.lineages)
+            self.spm.register_cache(key, request.request_id, content, ttl, at_most=at_most)
+        else:
+            self.capability.register_cache(key, request.request_id, content, ttl)
+
+    @_outlives_pooling
+    def expect(self, key: SessionKey, seconds: float) -> None:
+        """A session will be back in about so many seconds."""
+        if self.spm is None or self.spm.why_not(Operation.PREFETCH):
+            return
+        found = self.spm.tracker.get(key)
+        if found is not None:
+            self._resumes.expect(key, found.latest.num_tokens, time.monotonic(), seconds)
+
+    def _begin_expected_loads(self, now: float) -> None:
+        assert self.spm is not None
+        self.spm.now = now
+        for key in self._resumes.take_due(now):
+            session = self._sam.sessions.get(key)
+            if session is not None and not session.live:
+                self.spm.prefetch(key, Span(), is_guess=True)
+
+    def _content_of(self, request: Any) -> Content:
+        unit = self._manager.block_pool.hash_block_size
+        computed = min(request.num_computed_tokens, request.num_tokens - 1)
+        count = min(len(request.block_hashes), computed // unit)
+        needs_tokens = self.spm is not None and self.spm.store.needs_tokens
+        tokens = array("I", request.all_token_ids[: count * unit]) if needs_tokens else None
+        content = Content(
+            request.block_hashes[:count], unit, request.cache_salt, request.lora_request, tokens
+        )
+        if len(self._manager.group_layouts()) == 1:
+            return content
+        return replace(content, servable_tokens=self.prefix_tokens(content))
+
+    @_outlives_pooling
+    def request_ends(self, request: Any) -> None:
+        """Vllm ends a request, ours or not."""
+        self.loads.ended(request)
+
+    def request_freed(self, request_id: str) -> None:
+        """Vllm has freed a request's blocks."""
+        self.loads.freed(request_id)
+
+    @_outlives_pooling
+    def before_schedule(self) -> None:
+        """On the path of every step of an engine with a KV connector."""
+        now = time.monotonic()
+        self.loads.before_schedule(now)
+        if self.spm is not None:
+            self.spm.step(now)
+
+    @_outlives_pooling
+    def after_schedule(self) -> None:
+        """The same, once vLLM has scheduled."""
+        self.loads.after_schedule()
+
+    @_outlives_pooling
+    def look(self) -> None:
+        """Whenever the engine looks whether there is work, also while it idles or is paused."""
+        now = time.monotonic()
+        if self.spm is not None and now >= self.spm.next_keep_alive_at:
+            self.spm.keep_alive(now)
+        if now >= self._resumes.next_at:
+            self._begin_expected_loads(now)
+        if now >= self.loads.next_end_of_patience:
+            self.loads.give_up_late_ones(now)
+        if self.waker is not None:
+            self.waker.set(self._next_due)
+
+    @property
+    def _next_due(self) -> float:
+        keep_alive = math.inf if self.spm is None else self.spm.next_keep_alive_at
+        return min(keep_alive, self.loads.next_end_of_patience, self._resumes.next_at)
+
+    def residency(self, key: SessionKey) -> dict[str, int | None]:
+        """Where a session's latest context is; plain data."""
+        try:
+            found = self.capability.query_residency(key)
+        except Exception:
+            self.drop("asking where a session is")
+            found = Residency()
+        return {"tokens": found.tokens, "local": found.local, "remote": found.remote}
+
+    def statistics(self) -> dict[str, Any]:
+        """Gauges as they are, events since the last time; plain data for msgpack."""
+        taken, self.counters = self.counters, PoolingCounters()
+        self.loads.counters = self.counters
+        tracker = None
+        if self.spm is not None:
+            self.spm.counters = self.counters
+            tracker = self.spm.tracker
+        return {
+            "remote_tracked_keys": 0 if tracker is None else tracker.num_tracked,
+            "remote_shared_keys": 0 if tracker is None else tracker.num_shared,
+            "prefetches_waiting": self.loads.num_waiting,
+            "prefetches_loading": self.loads.num_loading,
+            "remote_orphaned_keys": taken.orphaned_keys,
+            "keep_alives": taken.keep_alives,
+            "keep_alive_losses": taken.keep_alive_losses,
+            "remote_evictions": taken.remote_evictions,
+            "transfer_failures": taken.failures,
+            "transfer_back_pressure": taken.back_pressure,
+            "transfer_bytes": {
+                "offload": taken.saved_tokens * self._bytes_per_token,
+                "prefetch": taken.loaded_tokens * self._bytes_per_token,
+            },
+            "queue_seconds": taken.queue_seconds,
+            "transfer_seconds": [list(one) for one in taken.transfer_seconds],
+        }
+
+    @cached_property
+    def _bytes_per_token(self) -> int:
+        """Of the groups that keep something for every token."""
+        groups = self._manager.kv_cache_config.kv_cache_groups
+        layouts = self._manager.group_layouts()
+        return sum(
+            group.kv_cache_spec.page_size_bytes * len(group.layer_names) // layout.block_size
+            for group, layout in zip(groups, layouts, strict=True)
+            if not layout.is_checkpoint
+        )
+
+    @_outlives_pooling
+    def pause_changed(self, *, is_paused: bool) -> None:
+        """Before vLLM pauses: no load may hold a block then."""
+        self.loads.is_paused = is_paused
+        if is_paused:
+            self._set_time()
+            self.loads.abort_all("vLLM was paused")
+
+    @_outlives_pooling
+    def about_to_reset(self) -> None:
+        """Before the prefix cache is emptied."""
+        self._set_time()
+        self.loads.abort_all("the prefix cache was reset")
+
+    @property
+    def wants_steps(self) -> bool:
+        """Whether a step would bring something on that nothing else asks a step for."""
+        if self.reason:
+            return False
+        return self.loads.wants_steps or (self.spm is not None and self.spm.wants_steps)
+
+    def drop(self, where: str) -> None:
+        """Go on without the connector: sessions are local from now on."""
+        logger.exception(
+            "vllm-agent-hint: %s failed; sessions go on without the KV connector", where
+        )
+        self.reason = f"{where} failed, see the server's log"
+        try:
+            self.loads.abort_all(self.reason)
+            if self.spm is not None:
+                self.spm.abandon(self.reason)
+        except Exception:
+            logger.exception("vllm-agent-hint: giving up loads failed")
+
+    def _set_time(self) -> None:
+        if self.spm is not None:
+            self.spm.now = time.monotonic()
+
+    # -- the GPU cache -------------------------------------------------------------------------
+
+    def blocks_of(self, content: Content, span: Span) -> list[list[int]]:
+        """See ``LocalCache``."""
+        pool = self._manager.block_pool
+        groups: list[list[int]] = []
+        for group, layout in enumerate(self._manager.group_layouts()):
+            step = layout.block_size // content.tokens_per_hash
+            ids: list[int] = []
+            for k, h in enumerate(content.hashes[step - 1 :: step]):
+                inside = k * layout.block_size >= span.start_token
+                found = pool.get_cached_block(h, [group]) if inside else None
+                ids.append(found[0].block_id if found else 0)
+            groups.append(ids)
+        return groups
+
+    def prefix_tokens(self, content: Content) -> int:
+        """See ``LocalCache``."""
+        if not content.hashes:
+            return 0
+        coordinator = self._manager.coordinator
+        found = coordinator.find_longest_cache_hit(content.hashes, content.num_tokens)
+        return int(found[1])
+
+    def release(self, session: SessionKey, span: Span, done: Callable[[], object]) -> str:
+        """See ``LocalCache``."""
+        edit = Edit(EditType.OFFLOAD, span.start_token, span.end_token)
+        return self._sam.release_offloaded(session, edit, time.monotonic(), done)
+
+    def _adopt(self, wish: Wish, local_tokens: int) -> None:
+        """Record what is cached of a wish, as an unfinished request of its session would be.
+
+        Args:
+            wish: What has been brought.
+            local_tokens: The prefix that was there before: it may be others' as well.
+        """
+        sam, key, now = self._sam, wish.session, time.monotonic()
+        session = sam.sessions.get(key)
+        if session is not None and session.live:
+            return
+        protections: tuple[Protection, ...] = ()
+        if wish.ttl and (session is None or not session.protections):
+            protections = (Protection(wish.ttl),)
+        live = sam.request_added(SessionIntent(key, protections=protections), now)
+        if live is None:
+            return
+        sam.request_scheduled(live, self._prompt_of(wish.content))
+        prefixes = self._cached_prefixes(wish.content, local_tokens)
+        sam.request_finished(live, prefixes, now, succeeded=False)
+
+    def _prompt_of(self, content: Content) -> list[list[bytes]]:
+        """A content's hashes per KV cache group, as ``prompt_hashes`` has those of a request."""
+        steps = [
+            layout.block_size // content.tokens_per_hash for layout in self._manager.group_layouts()
+        ]
+        return [list(content.hashes[step - 1 :: step]) for step in steps]
+
+    def _cached_prefixes(self, content: Content, local_tokens: int) -> list[RecordedPrefix]:
+        """What is cached of a content: of attention the blocks from the first on, without a gap;
+        of states and windows those that there are."""
+        pool = self._manager.block_pool
+        prefixes: list[RecordedPrefix] = []
+        for group, (layout, hashes) in enumerate(
+            zip(self._manager.group_layouts(), self._prompt_of(content), strict=True)
+        ):
+            logical: list[int] = []
+            blocks: list[Any] = []
+            for k, h in enumerate(hashes):
+                found = pool.get_cached_block(h, [group])
+                if found:
+                    logical.append(k)
+                    blocks.append(found[0])
+                elif not layout.is_checkpoint:
+                    break
+            prefixes.append(
+                RecordedPrefix(
+                    [block.block_id for block in blocks],
+                    [block._block_hash for block in blocks],
+                    logical if layout.is_checkpoint else None,
+                    local_tokens // layout.block_size,
+                )
+            )
+        return prefixes
+
+
+def why_no_remote(scheduler: Any, settings: Settings) -> str:
+    """Why sessions of a scheduler can't be kept elsewhere; empty if they can."""
+    if not settings.pooling:
+        return "offload and prefetch are off (VLLM_AGENT_HINT_POOLING=0)"
+    connector = getattr(scheduler, "connector", None)
+    if connector is None:
+        return "no KV connector is in use"
+    return ""
+
+
+def _result(edit: Edit, outcome: Outcome) -> EditResult:
+    return EditResult(
+        type=edit.type,
+        status=outcome.status,
+        blocks=outcome.blocks,
+        tokens=outcome.tokens,
+        reason=outcome.reason,
+    )
+
+
+def _both(local: EditResult, remote: Outcome) -> EditResult:
+    """What an evict has done here and elsewhere, as one result; the counts are the local ones."""
+    changes: dict[str, Any] = {}
+    reasons = [local.reason] if local.reason else []
+    if remote.status is EditStatus.APPLIED and remote.blocks:
+        reasons.append(f"{remote.blocks} blocks were deleted from the store")
+        if local.status is EditStatus.MISSING:
+            reasons.pop(0)
+            changes = {"status": EditStatus.APPLIED, "tokens": remote.tokens}
+    elif remote.status is EditStatus.UNSUPPORTED:
+        reasons.append(f"in the store its retention has ended: {remote.reason}")
+    elif remote.status is EditStatus.FAILED:
+        reasons.append(remote.reason)
+        if local.status is EditStatus.APPLIED:
+            changes = {"status": EditStatus.PARTIAL}
+    return local.model_copy(update={**changes, "reason": "; ".join(reasons)})

@@ -1,0 +1,44 @@
+"""vLLM's ``MooncakeStoreConnector``: a pool of KV blocks that many servers share."""
+
+from typing import Any
+
+from vllm_agent_hint.pooling.adapters.write_through import PROBE_ID, WriteThroughStore
+from vllm_agent_hint.pooling.capability import Content, Operation
+
+
+class MooncakeStore(WriteThroughStore):
+    """See ``Store``.
+
+    Mooncake's look-up grants what it finds a lease and makes it the most recently used. Generated
+    tokens are saved only with ``save_decode_cache`` in the connector's own configuration: without
+    it an offload of a turn that has generated a block is ``partial``.
+
+    Args:
+        scheduler: vLLM's.
+        connector: A ``MooncakeStoreConnector`` of the scheduler's side.
+    """
+
+    def __init__(self, scheduler: Any, connector: Any) -> None:
+        super().__init__(scheduler, connector)
+        self._side = connector.connector_scheduler
+
+    def why_not(self, operation: Operation) -> str:
+        """See ``Store``."""
+        if not self._side.enable_lookup:
+            return "enable_lookup is off in the connector's configuration"
+        if operation is Operation.PREFETCH and not self._side.load_async:
+            return "load_async is off in the connector's configuration"
+        return super().why_not(operation)
+
+    def loadable_tokens(self, content: Content) -> int | None:
+        """See ``Store``. A round trip to the store, as for each request that vLLM looks up."""
+        if not content.hashes:
+            return 0
+        found = self._side.client.lookup(
+            PROBE_ID, content.num_tokens + 1, list(content.hashes), non_block=False
+        )
+        return 0 if found is None else int(getattr(found, "hit_length", found))
+
+    @property
+    def _tokens_per_hash(self) -> int:
+        return int(self._side._hash_block_size)

@@ -1,0 +1,109 @@
+"""Connectors that save what requests compute, as they compute it, and can't be told to save more.
+
+An offload can then only be confirmed: what such a connector has by itself is what there is.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from vllm_agent_hint.pooling.capability import Content, Operation
+from vllm_agent_hint.pooling.claims import Claim
+from vllm_agent_hint.pooling.manifest import SessionManifest
+
+PROBE_ID: Final = "agent-hint-probe"
+_LOOK_AGAIN_SECONDS: Final = 0.05
+
+
+class WriteThroughStore:
+    """See ``Store``. Keys are made of hashes; whether they are there says the connector's look-up.
+
+    Args:
+        scheduler: vLLM's.
+        connector: Its scheduler side.
+    """
+
+    needs_tokens = False
+    manifest: SessionManifest | None = None
+
+    def __init__(self, scheduler: Any, connector: Any) -> None:
+        self._connector = connector
+        self._saves: dict[str, tuple[Content, float]] = {}
+
+    @property
+    def name(self) -> str:
+        """See ``Store``."""
+        return type(self._connector).__name__
+
+    def why_not(self, operation: Operation) -> str:
+        """See ``Store``."""
+        if operation is Operation.EVICT:
+            return f"{self.name} has no delete: its copy goes when it is old"
+        return ""
+
+    def start_save(self, save_id: str, content: Content, blocks: Sequence[Sequence[int]]) -> None:
+        """See ``Store``. Nothing to begin: it is under way, or has been."""
+        self._saves[save_id] = (content, 0.0)
+
+    def is_saving(self, save_id: str) -> bool:
+        """See ``Store``. As long as the connector writes and what is wanted is not there."""
+        if save_id not in self._saves:
+            return False
+        content, look_at = self._saves[save_id]
+        if self._connector.has_pending_push_work():
+            now = time.monotonic()
+            if now < look_at:
+                return True
+            self._saves[save_id] = (content, now + _LOOK_AGAIN_SECONDS)
+            if (self.loadable_tokens(content) or 0) < content.num_servable:
+                return True
+        del self._saves[save_id]
+        return False
+
+    def loadable_tokens(self, content: Content) -> int | None:
+        """See ``Store``. Asks as for a request, and leaves nothing behind."""
+        request = probe_request(content)
+        try:
+            found, _ = self._connector.get_num_new_matched_tokens(request, 0)
+        finally:
+            self._forget(request)
+        return None if found is None else int(found)
+
+    def _forget(self, request: Any) -> None:
+        """Take back what a look-up has noted for a request that will never come."""
+
+    def refresh(self, hashes: Iterable[bytes]) -> tuple[int, int]:
+        """See ``Store``. The look-up refreshes what it finds."""
+        hashes = list(hashes)
+        unit = self._tokens_per_hash
+        found = (self.loadable_tokens(Content(hashes, unit)) or 0) // unit
+        return found, len(hashes) - found
+
+    @property
+    def _tokens_per_hash(self) -> int:
+        raise NotImplementedError
+
+    def claim(self, hashes: Iterable[bytes], claim: Claim) -> None:
+        """See ``Store``. Such a store goes by use alone."""
+
+    def delete(self, hashes: Iterable[bytes]) -> int:
+        """See ``Store``."""
+        raise NotImplementedError
+
+
+def probe_request(content: Content) -> Any:
+    """A request with the content as its prompt and one token more, which nobody will run."""
+    request = Request(
+        request_id=PROBE_ID,
+        prompt_token_ids=[0] * (content.num_tokens + 1),
+        sampling_params=SamplingParams(max_tokens=1),
+        pooling_params=None,
+        lora_request=content.lora_request,
+        cache_salt=content.cache_salt,
+        block_hasher=None,
+    )
+    request.block_hashes = list(content.hashes)
+    return request

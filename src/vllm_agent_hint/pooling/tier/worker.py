@@ -1,0 +1,271 @@
+"""The workers' side of the tier: copies between the KV cache, host memory and files.
+
+With torch's own indexing, so that it runs wherever the KV cache is a torch tensor, the CPU
+platform included; vLLM's worker needs a GPU.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
+
+from vllm_agent_hint.pooling.tier.files import ChunkFile, DamagedChunkError
+from vllm_agent_hint.pooling.tier.manager import NOT_IN_HOST, TierSpec
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The GPU blocks of one transfer that lie in one chunk.
+
+    Args:
+        group: KV cache group.
+        block_ids: In the GPU cache.
+        slots: Which of the chunk's blocks they are.
+        chunk_id: In host memory.
+        file: Of the chunk; None without a directory.
+    """
+
+    group: int
+    block_ids: list[int]
+    slots: list[int]
+    chunk_id: int
+    file: ChunkFile | None
+
+
+@dataclass(slots=True)
+class _Job:
+    job_id: int
+    pieces: list[_Piece]
+    num_bytes: int
+    started_at: float
+    due_at: float
+    is_load: bool
+    contents: list[bytes]
+    """Of a save: what goes into the files."""
+    is_finished: bool = False
+    """Whether it has happened and is only to be reported."""
+
+
+class TorchTierWorker(OffloadingWorker):
+    """One worker's part of the tier.
+
+    A throttle makes a transfer take as long as it would on a slower store, without keeping the
+    engine waiting: a save has left the GPU cache when it is submitted, and only its end is late;
+    a load happens when it is due.
+
+    Args:
+        kv_caches: vLLM's ``CanonicalKVCaches``.
+        blocks_per_chunk: GPU blocks in a chunk.
+        num_chunks: Chunks in host memory.
+        rank: This worker's.
+        load_bytes_per_second: None for no throttle.
+        save_bytes_per_second: The same.
+        clock: Monotonic seconds.
+        sleep: For ``wait``.
+    """
+
+    def __init__(
+        self,
+        kv_caches: Any,
+        *,
+        blocks_per_chunk: int,
+        num_chunks: int,
+        rank: int,
+        load_bytes_per_second: float | None = None,
+        save_bytes_per_second: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._kv_caches = kv_caches
+        self._blocks_per_chunk = blocks_per_chunk
+        self._rank = rank
+        self._speeds = {True: load_bytes_per_second, False: save_bytes_per_second}
+        self._free_at = {True: 0.0, False: 0.0}
+        self._clock = clock
+        self._sleep = sleep
+        self._jobs: deque[_Job] = deque()
+        self.failed_loads: dict[int, set[int]] = {}
+        """GPU blocks that could not be loaded, by job id, until they are taken."""
+        self._host = [
+            torch.zeros((num_chunks, blocks_per_chunk, tensor.page_size_bytes), dtype=torch.int8)
+            for tensor in kv_caches.tensors
+        ]
+
+    @property
+    def num_groups(self) -> int:
+        """KV cache groups."""
+        return len(self._kv_caches.group_data_refs)
+
+    # -- what vLLM asks ------------------------------------------------------------------------
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+        """See ``OffloadingWorker``. The blocks may be overwritten from now on."""
+        pieces = list(self._pieces(src_spec, dst_spec))
+        contents: list[bytes] = []
+        for piece in pieces:
+            pages = self._gpu_pages(piece)
+            if piece.chunk_id != NOT_IN_HOST:
+                for index, page in pages:
+                    width = page.shape[1]
+                    self._host[index][piece.chunk_id, piece.slots, :width] = page
+            if piece.file is not None:
+                contents.append(_to_bytes(page for _, page in pages))
+        self._queue(job_id, pieces, contents, is_load=False)
+        return True
+
+    def submit_load(
+        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
+    ) -> bool:
+        """See ``OffloadingWorker``."""
+        self._queue(job_id, list(self._pieces(dst_spec, src_spec)), [], is_load=True)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """See ``OffloadingWorker``. A failed load is reported as done: see ``failed_loads``."""
+        now = self._clock()
+        finished: list[TransferResult] = []
+        waiting: deque[_Job] = deque()
+        for job in self._jobs:
+            if job.due_at > now and not job.is_finished:
+                waiting.append(job)
+                continue
+            if not job.is_finished:
+                self._finish(job)
+            seconds = max(now - job.started_at, 0.0)
+            finished.append(TransferResult(job.job_id, True, job.num_bytes, seconds))
+        self._jobs = waiting
+        return finished
+
+    def wait(self, job_ids: set[int]) -> None:
+        """See ``OffloadingWorker``: until blocks and chunks of these jobs may be used anew.
+
+        A save has its blocks' content already, in its chunks if there is room for it.
+        """
+        for job in self._jobs:
+            if job.job_id in job_ids and job.is_load and not job.is_finished:
+                self._sleep(max(0.0, job.due_at - self._clock()))
+                self._finish(job)
+                job.is_finished = True
+
+    def shutdown(self) -> None:
+        """See ``OffloadingWorker``."""
+        self._jobs.clear()
+
+    def take_failed_loads(self) -> dict[int, set[int]]:
+        """GPU blocks that were not loaded although their job has ended, by job id."""
+        failed, self.failed_loads = self.failed_loads, {}
+        return failed
+
+    # -- within --------------------------------------------------------------------------------
+
+    def _queue(
+        self, job_id: int, pieces: list[_Piece], contents: list[bytes], *, is_load: bool
+    ) -> None:
+        now = self._clock()
+        num_bytes = sum(
+            ref.page_size_bytes * len(piece.block_ids)
+            for piece in pieces
+            for ref in self._kv_caches.group_data_refs[piece.group]
+        )
+        due_at, speed = now, self._speeds[is_load]
+        if speed is not None:
+            # One transfer after the other, as on a single link.
+            due_at = max(now, self._free_at[is_load]) + num_bytes / speed
+            self._free_at[is_load] = due_at
+        self._jobs.append(_Job(job_id, pieces, num_bytes, now, due_at, is_load, contents))
+
+    def _finish(self, job: _Job) -> None:
+        if not job.is_load:
+            self._write_files(job)
+            return
+        failed: set[int] = set()
+        for piece in job.pieces:
+            try:
+                self._load(piece)
+            except DamagedChunkError:
+                failed.update(piece.block_ids)
+        if failed:
+            self.failed_loads[job.job_id] = failed
+
+    def _write_files(self, job: _Job) -> None:
+        """What can't be written is not there; whoever asks for it computes it anew."""
+        for piece, content in zip(job.pieces, job.contents, strict=False):
+            assert piece.file is not None
+            try:
+                piece.file.write(self._rank, content)
+            except OSError:
+                continue
+
+    def _load(self, piece: _Piece) -> None:
+        refs = self._kv_caches.group_data_refs[piece.group]
+        if piece.chunk_id != NOT_IN_HOST:
+            pages = [
+                self._host[ref.tensor_idx][piece.chunk_id, piece.slots, : ref.page_size_bytes]
+                for ref in refs
+            ]
+        else:
+            pages = self._pages_of_file(piece)
+        for ref, page in zip(refs, pages, strict=True):
+            target = self._kv_caches.tensors[ref.tensor_idx].tensor
+            target[piece.block_ids, : ref.page_size_bytes] = page.to(target.device)
+
+    def _pages_of_file(self, piece: _Piece) -> list[torch.Tensor]:
+        """
+        Raises:
+            DamagedChunkError: The file can't be used.
+        """
+        if piece.file is None:
+            raise DamagedChunkError("neither in memory nor in a file")
+        refs = self._kv_caches.group_data_refs[piece.group]
+        sizes = [ref.page_size_bytes for ref in refs]
+        blocks = self._blocks_per_chunk
+        raw = piece.file.read(self._rank, blocks * sum(sizes))
+        whole = torch.frombuffer(bytearray(raw), dtype=torch.int8)
+        pages = []
+        first = 0
+        for size in sizes:
+            pages.append(whole[first : first + blocks * size].view(blocks, size)[piece.slots])
+            first += blocks * size
+        return pages
+
+    def _gpu_pages(self, piece: _Piece) -> list[tuple[int, torch.Tensor]]:
+        """Per layer: which tensor, and the pages of the piece's blocks, in host memory."""
+        return [
+            (
+                ref.tensor_idx,
+                self._kv_caches.tensors[ref.tensor_idx]
+                .tensor[piece.block_ids, : ref.page_size_bytes]
+                .to("cpu"),
+            )
+            for ref in self._kv_caches.group_data_refs[piece.group]
+        ]
+
+    def _pieces(self, gpu: Any, tier: TierSpec) -> Iterator[_Piece]:
+        """Cut a transfer into chunks: per group, the blocks are logically contiguous."""
+        per_chunk = self._blocks_per_chunk
+        block_ids = gpu.block_ids.tolist()
+        chunk_ids = tier.block_ids.tolist()
+        first_block = first_chunk = 0
+        for group, (count, start) in enumerate(
+            zip(gpu.group_sizes, gpu.block_indices, strict=True)
+        ):
+            if not count:
+                continue
+            skipped = start % per_chunk
+            for k in range(-(-(count + skipped) // per_chunk)):
+                slots = range(max(0, skipped - k * per_chunk), per_chunk)
+                low = max(0, k * per_chunk - skipped)
+                ids = block_ids[first_block + low : first_block + count][: len(slots)]
+                which = first_chunk + k
+                file = tier.files[which] if tier.files else None
+                yield _Piece(group, ids, list(slots)[: len(ids)], chunk_ids[which], file)
+            first_block += count
+            first_chunk += -(-(count + skipped) // per_chunk)
+
+
+def _to_bytes(pages: Iterator[torch.Tensor]) -> bytes:
+    return b"".join(page.contiguous().view(torch.int8).numpy().tobytes() for page in pages)

@@ -1,0 +1,140 @@
+"""Other KV connectors of vLLM, each on a real server that uses it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.mooncake_rig import mooncake_master, why_no_mooncake
+from tests.serve.pooling_rig import KINDS, edit, flood, tier, with_connector
+from tests.serve.rig import Serve, tokens
+
+HINT = {"session_id": "agent", "cache_control": {"type": "ephemeral", "ttl": 600}}
+CONTEXT = tokens(2_000, 1)
+
+
+def example(folder: Path) -> dict[str, Any]:
+    return {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+    }
+
+
+def test_a_connector_without_an_adapter_is_unsupported_by_name_and_serves_as_before(
+    serve: Serve, tmp_path: Path
+) -> None:
+    folder = {"shared_storage_path": str(tmp_path)}
+    server = serve("qwen3-small", with_connector(40, "ExampleConnector", folder))
+    server.complete(CONTEXT, HINT)
+
+    results = edit(server, "agent", "offload", "prefetch", "evict")
+
+    assert [r["status"] for r in results] == ["unsupported", "unsupported", "applied"]
+    assert "ExampleConnector" in results[0]["reason"]
+
+
+def test_the_connectors_within_a_multi_connector_do_what_each_can(
+    serve: Serve, tmp_path: Path
+) -> None:
+    inner = [
+        {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": tier(),
+        },
+        example(tmp_path),
+    ]
+    server = serve("qwen3-small", with_connector(40, "MultiConnector", {"connectors": inner}))
+    first = server.complete(CONTEXT, HINT, max_tokens=200)
+
+    (parked,) = edit(server, "agent", "offload")
+    flood(server)
+    (fetched,) = edit(server, "agent", "prefetch")
+    resumed = server.complete([*CONTEXT, *first.token_ids], HINT)
+    (evicted,) = edit(server, "agent", "evict")
+
+    assert (parked["status"], parked["tokens"]) == ("applied", 2_176)
+    assert (fetched["status"], fetched["tokens"]) == ("applied", 2_176)
+    assert resumed.cached_tokens == 2_176
+    assert evicted["status"] == "applied"
+    assert "no adapter for ExampleConnector" in evicted["reason"]
+
+
+# -- Mooncake --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def master(tmp_path: Path) -> Iterator[Any]:
+    if reason := why_no_mooncake():
+        pytest.skip(reason)
+    with mooncake_master(tmp_path) as running:
+        yield running
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_a_mooncake_store_parks_a_session_and_gives_it_back(
+    serve_in_full: Serve, master: Any, kind: str
+) -> None:
+    environment, _ = master
+    model, blocks = KINDS[kind]
+    args = with_connector(blocks, "MooncakeStoreConnector", {"save_decode_cache": True})
+    server = serve_in_full(model, args, environment)
+    server.complete(CONTEXT, HINT)
+
+    (parked,) = edit(server, "agent", "offload")
+    flood(server)
+    (fetched,) = edit(server, "agent", "prefetch")
+    before = server.metrics().total("vllm:external_prefix_cache_hits_total")
+    resumed = server.complete([*CONTEXT, *tokens(100, 3)], HINT)
+    after = server.metrics().total("vllm:external_prefix_cache_hits_total")
+    (evicted,) = edit(server, "agent", "evict")
+
+    assert (parked["status"], parked["tokens"]) == ("applied", 1_920), parked
+    assert (fetched["status"], fetched["tokens"]) == ("applied", 1_920), fetched
+    assert resumed.cached_tokens == 1_920
+    assert before == after
+    assert "no delete" in evicted["reason"]
+
+
+def test_a_mooncake_master_that_dies_costs_transfers_and_no_request(
+    serve_in_full: Serve, master: Any
+) -> None:
+    environment, process = master
+    server = serve_in_full(
+        "qwen3-small", with_connector(40, "MooncakeStoreConnector", {}), environment
+    )
+    said = server.complete(CONTEXT, HINT).token_ids
+    assert edit(server, "agent", "offload")[0]["status"] == "applied"
+    flood(server)
+    process.kill()
+
+    (fetched,) = edit(server, "agent", "prefetch")
+
+    assert fetched["status"] in ("missing", "failed"), fetched
+    assert server.complete(CONTEXT, HINT).token_ids == said
+
+
+def test_two_servers_over_one_mooncake_store_resume_each_other_s_sessions(
+    serve_in_full: Serve, master: Any
+) -> None:
+    """Each request finds what the other server has saved; a prefetch ahead of it needs to have
+    seen the session, since there is no manifest in Mooncake."""
+    environment, _ = master
+    first, second = (
+        serve_in_full(
+            "qwen3-small",
+            with_connector(40, "MooncakeStoreConnector", {"lookup_rpc_port": port}),
+            environment,
+        )
+        for port in (0, 1)
+    )
+    said = first.complete(CONTEXT, HINT).token_ids
+    assert edit(first, "agent", "offload")[0]["status"] == "applied"
+
+    assert edit(second, "agent", "prefetch")[0]["status"] == "missing"
+    resumed = second.complete(CONTEXT, HINT)
+
+    assert resumed.cached_tokens == 1_920
+    assert resumed.token_ids == said
