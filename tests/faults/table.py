@@ -224,8 +224,8 @@ FAULTS: Final = (
         breaks="no edit changes the hits of requests outside the session",
         invariant=6,
         file="sessions/heirs.py",
-        old="            if not self._needs_heir(chain, position):\n",
-        new="            if self._needs_heir(chain, position) is not None:\n",
+        old="            if not self._needs_heir(estate, chain, position):\n",
+        new="            if self._needs_heir(estate, chain, position) is not None:\n",
         tests=(BYSTANDERS,),
     ),
     Fault(
