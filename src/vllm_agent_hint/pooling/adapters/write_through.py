@@ -4,6 +4,7 @@ An offload can then only be confirmed: what such a connector has by itself is wh
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ PROBE_ID: Final = "agent-hint-probe"
 _LOOK_AGAIN_SECONDS: Final = 0.05
 
 
-class WriteThroughStore:
+class WriteThroughStore(ABC):
     """See ``Store``. Keys are made of hashes; whether they are there says the connector's look-up.
 
     Args:
@@ -72,7 +73,7 @@ class WriteThroughStore:
             self._forget(request)
         return None if found is None else int(found)
 
-    def _forget(self, request: Any) -> None:
+    def _forget(self, request: Any) -> None:  # noqa: B027 - most have noted nothing
         """Take back what a look-up has noted for a request that will never come."""
 
     def refresh(self, hashes: Iterable[bytes]) -> tuple[int, int]:
@@ -83,15 +84,16 @@ class WriteThroughStore:
         return found, len(hashes) - found
 
     @property
+    @abstractmethod
     def _tokens_per_hash(self) -> int:
-        raise NotImplementedError
+        """Tokens for which one hash stands."""
 
-    def claim(self, hashes: Iterable[bytes], claim: Claim) -> None:
+    def claim(self, hashes: Iterable[bytes], claim: Claim) -> None:  # noqa: B027 - no claims here
         """See ``Store``. Such a store goes by use alone."""
 
     def delete(self, hashes: Iterable[bytes]) -> int:
-        """See ``Store``."""
-        raise NotImplementedError
+        """See ``Store``. Such a store can't, and says so where it is asked what it can."""
+        return 0
 
 
 def probe_request(content: Content) -> Any:
