@@ -1047,9 +1047,24 @@ FAULTS: Final = (
         "a class forgets the table",
         breaks="a class leans on its parent, and that on the cold-start table",
         file="sessions/reuse.py",
-        old="(count + LEANS_BY * chance) / scale\n            for count, chance in zip(self.counts",
-        new="(count + 1e-9 * chance) / (scale - LEANS_BY + 1e-9)\n"
-        "            for count, chance in zip(self.counts",
+        old="        rest = 1.0 - own * self.total",
+        new="        rest = 0.0 * self.total",
+        tests=("unit/test_reuse.py",),
+    ),
+    Fault(
+        "how much a class leans is never learnt",
+        breaks="a class leans as far as doing so has foretold its gaps",
+        file="sessions/reuse.py",
+        old="belief * (self.counts[where] + leaning * above)",
+        new="belief * above * (self.total + leaning)",
+        tests=("unit/test_reuse.py",),
+    ),
+    Fault(
+        "a leaning is ruled out for ever",
+        breaks="a class may change its ways",
+        file="sessions/reuse.py",
+        old="max(LEAST_BELIEF, chance / scale)",
+        new="max(0.0, chance / scale)",
         tests=("unit/test_reuse.py",),
     ),
     Fault(

@@ -1,5 +1,6 @@
 """How soon a resting session comes back: bins, the reuse index, and how its classes learn."""
 
+import random
 from itertools import pairwise
 
 import pytest
@@ -11,10 +12,11 @@ from vllm_agent_hint.sessions.reuse import (
     EDGES,
     FADES_AT,
     GAP_EDGES,
-    LEANS_BY,
+    LEANINGS,
+    LEAST_BELIEF,
     NEVER,
     OUTPUT_EDGES,
-    REFRESH_EVERY,
+    REFRESH_AT_PART,
     ReuseEstimator,
     TurnClass,
     bin_of,
@@ -173,21 +175,96 @@ def test_without_an_observation_a_class_expects_what_the_table_says() -> None:
     assert chances_of(ReuseEstimator(), BASH) == pytest.approx(expected)
 
 
-def test_a_class_leans_on_its_parent_and_that_on_the_table() -> None:
+class NaiveClass:
+    """What a class expects, worked out from all its gaps, one leaning after the other.
+
+    Args:
+        above: What the class above it expected when each gap came, and expects now.
+    """
+
+    def __init__(self) -> None:
+        self.gaps: list[int] = []
+        self.foretold = dict.fromkeys(LEANINGS, 1 / len(LEANINGS))
+
+    def chances(self, above: list[float]) -> list[float]:
+        return [
+            sum(
+                belief * (self.gaps.count(k) + leaning * above[k]) / (len(self.gaps) + leaning)
+                for leaning, belief in self.foretold.items()
+            )
+            for k in range(len(EDGES))
+        ]
+
+    def add(self, where: int, above: list[float]) -> None:
+        of_each = {
+            leaning: belief
+            * (self.gaps.count(where) + leaning * above[where])
+            / (len(self.gaps) + leaning)
+            for leaning, belief in self.foretold.items()
+        }
+        floored = {k: max(LEAST_BELIEF, v / sum(of_each.values())) for k, v in of_each.items()}
+        self.foretold = {k: v / sum(floored.values()) for k, v in floored.items()}
+        self.gaps.append(where)
+
+
+GAPS = st.none() | st.floats(0.0, 10_000.0) | st.sampled_from([0.5, 2.0, 90.0])
+
+
+@given(st.lists(st.tuples(st.sampled_from(["bash", "read", ""]), GAPS), max_size=60))
+def test_a_class_leans_on_its_parent_and_that_on_the_table(
+    observed: list[tuple[str, float | None]],
+) -> None:
+    """As far as doing so has foretold its gaps."""
     estimator = ReuseEstimator()
-    for gap in (700.0, 700.0, None):
-        estimator.observe(READ, gap)
-    where, few = bin_of(700.0), 3 + LEANS_BY
+    table = list(cold_start("tool_call", BASH.gap, BASH.output))
+    parent, children = NaiveClass(), {"bash": NaiveClass(), "read": NaiveClass()}
+    for tool, gap in observed:
+        where = NEVER if gap is None else bin_of(gap)
+        if tool:
+            children[tool].add(where, parent.chances(table))
+        parent.add(where, table)
+        estimator.observe(BASH._replace(tool=tool), gap)
+    expected = parent.chances(table)
+    assert chances_of(estimator, BASH.parent) == pytest.approx(expected)
+    for tool, child in children.items():
+        found = chances_of(estimator, BASH._replace(tool=tool))
+        assert found == pytest.approx(child.chances(expected))
+        assert sum(found) == pytest.approx(1.0)
+
+
+def test_a_class_that_is_unlike_the_table_soon_believes_itself() -> None:
+    estimator = ReuseEstimator()
+    for _ in range(8):
+        estimator.observe(BASH, 700.0)
+    assert chances_of(estimator, BASH)[bin_of(700.0)] > 0.6
+
+
+def test_one_that_is_like_the_table_is_not_led_astray_by_chance() -> None:
+    """Gaps as the table has them: a dozen of them change what it expects by little."""
+    estimator = ReuseEstimator()
     table = cold_start("tool_call", BASH.gap, BASH.output)
-    parent = [(LEANS_BY * chance) / few for chance in table]
-    parent[where] += 2 / few
-    parent[NEVER] += 1 / few
-    assert chances_of(estimator, BASH.parent) == pytest.approx(parent)
-    assert chances_of(estimator, BASH) == pytest.approx(parent), "it has seen nothing of its own"
-    own = [(LEANS_BY * chance) / few for chance in parent]
-    own[where] += 2 / few
-    own[NEVER] += 1 / few
-    assert chances_of(estimator, READ) == pytest.approx(own)
+    dice = random.Random(1)
+    middles = [(a + b) / 2 for a, b in pairwise(EDGES)] + [None]
+    for gap in dice.choices(middles, table, k=12):
+        estimator.observe(BASH.parent, gap)
+    found = chances_of(estimator, BASH.parent)
+    assert sum(abs(a - b) for a, b in zip(found, table, strict=True)) / 2 < 0.25
+
+
+def test_no_leaning_is_ruled_out_for_ever() -> None:
+    """A class may be unlike the table for hours, and then as the table says."""
+    estimator = ReuseEstimator()
+    for _ in range(500):
+        estimator.observe(BASH.parent, 700.0)
+    beliefs = estimator._histogram(BASH.parent).beliefs
+    assert beliefs[0] == max(beliefs)
+    dice = random.Random(1)
+    table = cold_start("tool_call", BASH.gap, BASH.output)
+    middles = [(a + b) / 2 for a, b in pairwise(EDGES)] + [None]
+    for gap in dice.choices(middles, table, k=200):
+        estimator.observe(BASH.parent, gap)
+    beliefs = estimator._histogram(BASH.parent).beliefs
+    assert beliefs[-1] == max(beliefs)
 
 
 def test_a_turn_whose_tool_nobody_knows_is_observed_once() -> None:
@@ -199,7 +276,7 @@ def test_a_turn_whose_tool_nobody_knows_is_observed_once() -> None:
 def test_enough_news_changes_what_a_class_is_worth() -> None:
     estimator = ReuseEstimator()
     before = estimator.worth(BASH, 1.0)
-    for _ in range(REFRESH_EVERY):
+    for _ in range(4):
         estimator.observe(BASH, None)
     assert estimator.worth(BASH, 1.0) < before / 1.5
 
@@ -207,7 +284,7 @@ def test_enough_news_changes_what_a_class_is_worth() -> None:
 def test_news_of_other_tools_reaches_a_class_that_has_none_of_its_own() -> None:
     estimator = ReuseEstimator()
     before = estimator.worth(BASH, 1.0)
-    for _ in range(10 * REFRESH_EVERY):
+    for _ in range(100):
         estimator.observe(READ, None)
     estimator.note(BASH)
     assert estimator.worth(BASH, 1.0) < before / 2
@@ -220,8 +297,9 @@ def test_a_class_is_worked_out_anew_when_a_part_of_what_it_has_seen_is_new() -> 
     for _ in range(1500):
         estimator.observe(BASH, 1.0)
         editions.append(estimator._histogram(BASH).edition)
-    assert editions[REFRESH_EVERY - 2 : REFRESH_EVERY] == [0, 1]
-    assert editions[-1] < 40
+    few = round(1 / REFRESH_AT_PART)
+    assert editions[:few] == list(range(1, few + 1)), "all of them, while they are few"
+    assert editions[-1] < 60
 
 
 def test_a_class_that_changes_its_ways_is_believed_after_a_while() -> None:

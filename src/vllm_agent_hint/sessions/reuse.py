@@ -30,15 +30,21 @@ GAP_EDGES: Final = (8.0, 15.0, 30.0, 60.0, 300.0)
 OUTPUT_EDGES: Final = (150, 500, 1500)
 """Where the classes of a turn's output are cut, in tokens."""
 
-LEANS_BY: Final = 20.0
-"""Pseudo-observations with which a class leans on the one above it."""
+LEANINGS: Final = (2.0, 20.0, 200.0)
+"""Pseudo-observations with which a class may lean on the one above it. Which of them foretold its
+gaps best is learnt as well."""
+
+TABLE_LEANS_BY: Final = 20.0
+"""The same for a cell of the cold-start table, which leans on all turns of its ending."""
+
+LEAST_BELIEF: Final = 1e-3
+"""Below which no leaning falls, so that it can be believed again."""
 
 FADES_AT: Final = 2_000.0
 """Observations of a class at which all of them are halved."""
 
-REFRESH_EVERY: Final = 16
-"""Observations of a class after which its index is worked out anew; an eighth of all that it has
-if those are more."""
+REFRESH_AT_PART: Final = 1 / 8
+"""The index of a class is worked out anew when so large a part of its observations is new."""
 
 MAX_CLASSES: Final = 4_096
 """Classes with observations of their own; that of which no turn has ended for longest is forgotten.
@@ -126,11 +132,13 @@ def _slope(returned: Sequence[float], held: Sequence[float], start: int, end: in
 
 
 class _Histogram:
-    __slots__ = ("above", "above_edition", "counts", "edition", "index", "news", "total")
+    __slots__ = ("above", "above_edition", "beliefs", "counts", "edition", "index", "news", "total")
 
     def __init__(self) -> None:
         self.counts = [0.0] * len(EDGES)
         self.total = 0.0
+        self.beliefs = [1 / len(LEANINGS)] * len(LEANINGS)
+        """In each of ``LEANINGS``; they sum to 1."""
         self.index: tuple[float, ...] | None = None
         """Worked out when it is asked for; None after enough news."""
         self.news = 0
@@ -148,11 +156,23 @@ class _Histogram:
             self.above is not None and self.above.edition != self.above_edition
         )
 
-    def add(self, where: int) -> None:
+    def add(self, where: int, above: float) -> None:
+        """
+        Args:
+            where: The bin of a gap.
+            above: The chance of that bin in the class above.
+        """
+        foretold = [
+            belief * (self.counts[where] + leaning * above) / (self.total + leaning)
+            for belief, leaning in zip(self.beliefs, LEANINGS, strict=True)
+        ]
+        scale = sum(foretold)
+        beliefs = [max(LEAST_BELIEF, chance / scale) for chance in foretold]
+        self.beliefs = [belief / sum(beliefs) for belief in beliefs]
         self.counts[where] += 1.0
         self.total += 1.0
         self.news += 1
-        if self.news >= max(REFRESH_EVERY, self.total / 8):
+        if self.news >= self.total * REFRESH_AT_PART:
             self.news = 0
             self.edition += 1
             self.index = None
@@ -160,11 +180,19 @@ class _Histogram:
             self.counts = [count / 2 for count in self.counts]
             self.total /= 2
 
+    @property
+    def weight(self) -> float:
+        """Of each observation in a chance."""
+        return sum(
+            belief / (self.total + leaning)
+            for belief, leaning in zip(self.beliefs, LEANINGS, strict=True)
+        )
+
     def leaning_on(self, above: Sequence[float]) -> list[float]:
-        scale = self.total + LEANS_BY
+        own = self.weight
+        rest = 1.0 - own * self.total
         return [
-            (count + LEANS_BY * chance) / scale
-            for count, chance in zip(self.counts, above, strict=True)
+            own * count + rest * chance for count, chance in zip(self.counts, above, strict=True)
         ]
 
 
@@ -182,12 +210,19 @@ class ReuseEstimator:
             gap: Seconds until it came back; None if it did not.
         """
         where = NEVER if gap is None else bin_of(max(0.0, gap))
-        for learning in {turns, turns.parent}:
-            histogram = self._histogram(learning)
-            was_asked_for = histogram.index is not None
-            histogram.add(where)
-            if was_asked_for and histogram.index is None:
-                self._work_out(learning, histogram)
+        parent = self._histogram(turns.parent)
+        expected = cold_start(turns.ended, turns.gap, turns.output)[where]
+        if turns.tool:
+            own = parent.weight
+            expected_by_parent = own * parent.counts[where] + (1.0 - own * parent.total) * expected
+            self._learn(turns, self._histogram(turns), where, expected_by_parent)
+        self._learn(turns.parent, parent, where, expected)
+
+    def _learn(self, turns: TurnClass, histogram: _Histogram, where: int, above: float) -> None:
+        was_asked_for = histogram.index is not None
+        histogram.add(where, above)
+        if was_asked_for and histogram.index is None:
+            self._work_out(turns, histogram)
 
     def note(self, turns: TurnClass) -> None:
         """A session rests after a turn of a class: news of the class above it counts from now on.
@@ -251,9 +286,9 @@ def cold_start(ended: str, gap: int, output: int) -> tuple[float, ...]:
     whole = of_kind["all"]
     base = [(count + 0.5) / (sum(whole) + 0.5 * len(whole)) for count in whole]
     cell = of_kind.get(f"{gap}/{output}", [0] * len(base))
-    scale = sum(cell) + LEANS_BY
+    scale = sum(cell) + TABLE_LEANS_BY
     return tuple(
-        (count + LEANS_BY * chance) / scale for count, chance in zip(cell, base, strict=True)
+        (count + TABLE_LEANS_BY * chance) / scale for count, chance in zip(cell, base, strict=True)
     )
 
 
