@@ -163,8 +163,9 @@ FAULTS: Final = (
         "what a preempted request holds outlives its session",
         breaks="when every session has been freed, every index is empty",
         invariant=4,
-        file="sessions/manager.py",
-        old="            if live.held is not None:\n                self._let_go(live.held)\n"
+        file="sessions/lifetimes.py",
+        old="            if live.held is not None:\n"
+        "                self._books.releases.let_go(live.held)\n"
         "                live.held = None\n",
         new="            live.held = None\n",
         tests=(SESSIONS,),
@@ -173,9 +174,9 @@ FAULTS: Final = (
         "a freed session leaves its history",
         breaks="when every session has been freed, every index is empty",
         invariant=4,
-        file="sessions/manager.py",
-        old="                live.held = None\n        self.history.forget_all(session)\n",
-        new="                live.held = None\n        self.history.forget(session)\n",
+        file="sessions/lifetimes.py",
+        old="                live.held = None\n        self._books.history.forget_all(session)\n",
+        new="                live.held = None\n        self._books.history.forget(session)\n",
         tests=(SESSIONS,),
     ),
     # -- 5: allocations ----------------------------------------------------------------------------
@@ -411,7 +412,7 @@ FAULTS: Final = (
     Fault(
         "an aborted request supersedes",
         breaks="aborted and failed requests never release anything",
-        file="sessions/manager.py",
+        file="sessions/recording.py",
         old="        if not succeeded or not live.is_placed:\n            return lineage, False\n",
         new="        if not succeeded or not live.is_placed:\n            return lineage, True\n",
         tests=("unit/test_lineages.py", "unit/test_sessions.py"),
@@ -441,9 +442,17 @@ FAULTS: Final = (
         tests=("unit/test_lineages.py",),
     ),
     Fault(
+        "a request is recorded in what an edit is emptying",
+        breaks="what an edit has emptied to its end is no prompt of the session any more",
+        file="sessions/recording.py",
+        old="            self._books.releases.finish_edit(edited)\n",
+        new="            pass\n",
+        tests=("unit/test_releases.py",),
+    ),
+    Fault(
         "a prompt that ends early cuts off what lies behind",
         breaks="a shorter request says nothing about what lies behind its end",
-        file="sessions/manager.py",
+        file="sessions/recording.py",
         old="            replaces = not self._falls_short(lineage, prefixes)\n",
         new="            replaces = True\n",
         tests=("unit/test_sessions.py", HYBRID_SESSIONS),
@@ -517,11 +526,11 @@ FAULTS: Final = (
     Fault(
         "leases run while a request is alive",
         breaks="while a request of the lineage is alive its lease can't expire",
-        file="sessions/manager.py",
-        old="            self.releases.interrupt(lineage)\n"
+        file="sessions/lifetimes.py",
+        old="            self._books.releases.interrupt(lineage)\n"
         "            for lease in lineage.leases:\n"
         "                lease.disarm()\n",
-        new="            self.releases.interrupt(lineage)\n",
+        new="            self._books.releases.interrupt(lineage)\n",
         tests=("unit/test_sessions.py",),
     ),
     Fault(
@@ -560,7 +569,7 @@ FAULTS: Final = (
         "what is due is not released under pressure",
         breaks="when zone A can't satisfy an allocation, due leases are released first",
         file="sessions/manager.py",
-        old="        self._expire_all(self.agenda.take_due_claims(now), now)\n",
+        old="        self._lifetimes.expire_all(self.agenda.take_due_claims(now), now)\n",
         new="",
         tests=("engine/test_scheduler_retention.py",),
     ),
@@ -575,7 +584,7 @@ FAULTS: Final = (
     Fault(
         "a leader waits for ever",
         breaks="a leader's wait is bounded",
-        file="sessions/manager.py",
+        file="sessions/lifetimes.py",
         old="        if max(lease.due_at, now) >= limit or not family",
         new="        if not family",
         tests=("unit/test_families.py",),
@@ -584,15 +593,15 @@ FAULTS: Final = (
         "renewal can't be switched off",
         breaks="VLLM_AGENT_HINT_RENEW=0 leaves the lease its old deadline",
         file="sessions/manager.py",
-        old="if asked or self._settings.renew else None",
+        old="if asked or self._books.settings.renew else None",
         new="if asked is not None else None",
         tests=("unit/test_sam.py::TestWithoutRenewal",),
     ),
     Fault(
         "an evict leaves the history",
         breaks="evict drops the claims and the history of the context",
-        file="sessions/manager.py",
-        old="        self.history.forget_all(session)\n        if not session.live:\n",
+        file="sessions/edits.py",
+        old="        self._books.history.forget_all(session)\n        if not session.live:\n",
         new="        if not session.live:\n",
         tests=(SESSIONS,),
     ),
@@ -665,9 +674,9 @@ FAULTS: Final = (
     Fault(
         "what expires enters where an evict does",
         breaks="where a released block enters is named per cause",
-        file="sessions/manager.py",
-        old="            lineage, self._policy.expired, partial(",
-        new="            lineage, self._policy.evicted, partial(",
+        file="sessions/lifetimes.py",
+        old="            lineage, self._books.policy.expired, partial(",
+        new="            lineage, self._books.policy.evicted, partial(",
         tests=("engine/test_scheduler_retention.py",),
     ),
     # -- bounds ------------------------------------------------------------------------------------
@@ -732,9 +741,9 @@ FAULTS: Final = (
     Fault(
         "a session with a request alive is forgotten for another",
         breaks="above max_sessions the one used longest ago goes, unless it is alive",
-        file="sessions/manager.py",
-        old="for s in self.sessions.values() if not s.live and not s.is_heir)",
-        new="for s in self.sessions.values() if not s.is_heir)",
+        file="sessions/lifetimes.py",
+        old="for s in self._books.sessions.values() if not s.live and not s.is_heir)",
+        new="for s in self._books.sessions.values() if not s.is_heir)",
         tests=("unit/test_sessions.py",),
     ),
     # -- edits of requests -------------------------------------------------------------------------
@@ -1128,17 +1137,17 @@ FAULTS: Final = (
     Fault(
         "a freed session keeps its place",
         breaks="a session that is gone leaves no place behind",
-        file="sessions/manager.py",
-        old="        session.is_freed = True\n        self.standing.leave(session)\n",
+        file="sessions/lifetimes.py",
+        old="        session.is_freed = True\n        self._books.standing.leave(session)\n",
         new="        session.is_freed = True\n",
         tests=("unit/test_standing.py", BOUNDED_SESSIONS),
     ),
     Fault(
         "a session that has lost one lease of two stands no more",
         breaks="who rests and holds something stands",
-        file="sessions/manager.py",
-        old="        self.standing.stand_again(lineage.session)",
-        new="        self.standing.leave(lineage.session)",
+        file="sessions/lifetimes.py",
+        old="        self._books.standing.stand_again(lineage.session)",
+        new="        self._books.standing.leave(lineage.session)",
         tests=("unit/test_standing.py", BOUNDED_SESSIONS),
     ),
     Fault(
@@ -1152,9 +1161,9 @@ FAULTS: Final = (
     Fault(
         "a session stands while it runs",
         breaks="only who rests stands",
-        file="sessions/manager.py",
+        file="sessions/lifetimes.py",
         old='        """A request of the session is alive: nothing of it falls due."""\n'
-        "        self.standing.leave(session)\n",
+        "        self._books.standing.leave(session)\n",
         new='        """A request of the session is alive: nothing of it falls due."""\n',
         tests=("unit/test_standing.py", BOUNDED_SESSIONS),
     ),
@@ -1202,9 +1211,9 @@ FAULTS: Final = (
     Fault(
         "who stays away teaches nothing",
         breaks="a policy learns of sessions that never came back",
-        file="sessions/manager.py",
-        old="            self.standing.stay_away(session)\n            self._free(session)\n",
-        new="            self._free(session)\n",
+        file="sessions/lifetimes.py",
+        old="            self._books.standing.stay_away(session)\n            self.free(session)\n",
+        new="            self.free(session)\n",
         tests=("unit/test_standing.py",),
     ),
     Fault(

@@ -78,6 +78,27 @@ def test_an_evict_in_the_midst_of_an_expiry_takes_it_over() -> None:
     assert not engine.sam.sessions[A].history, "an evict forgets"
 
 
+@pytest.mark.parametrize("latest", ["abcdef", "uvwxyz"])
+@pytest.mark.parametrize("resumed", ["abcdef", "uvwxyz"])
+def test_a_turn_of_several_prompts_between_two_slices_of_an_evict_of_all_is_recorded(
+    latest: str, resumed: str
+) -> None:
+    """What an edit has emptied to its end is no prompt of the session any more."""
+    engine = slow_engine()
+    other = {"abcdef": "uvwxyz", "uvwxyz": "abcdef"}[latest]
+    engine.turn(A, other, ttl=60.0)
+    engine.turn(A, latest, ttl=60.0)
+    assert len(engine.sam.sessions[A].lineages) == 2
+    request = engine.arrive(SessionIntent(A, protections=(Protection(60.0),)))
+    assert request is not None
+    engine.run(request, resumed)
+    start(engine, A, Edit(EditType.EVICT, 0, PAGE))
+    engine.end(request)
+    engine.tick_to_the_end()
+    assert engine.counts_of(engine.blocks_of(A)) == [1] * 6
+    check_invariants(engine.sam, engine.port, engine.settings)
+
+
 def test_an_evict_right_behind_a_range_evict_answers_both() -> None:
     engine = slow_engine()
     engine.turn(A, "abcdef", ttl=60.0)

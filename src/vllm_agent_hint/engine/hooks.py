@@ -33,6 +33,7 @@ from vllm_agent_hint.kvcache.queue import AgentFreeKVCacheBlockQueue
 from vllm_agent_hint.sessions.facts import TurnFacts
 from vllm_agent_hint.sessions.intent import SessionIntent, SessionKey
 from vllm_agent_hint.sessions.manager import SessionAwareManager
+from vllm_agent_hint.sessions.remote import NoRemote
 from vllm_agent_hint.settings import load_settings
 from vllm_agent_hint.stamp import DEFAULT_TENANT, Stamp
 
@@ -182,10 +183,10 @@ class EngineHooks:
         except NoAdapterError as error:
             reason = str(error)
         except Exception as error:
-            self.remote = self.sam.remote = None
+            self.remote = None
             reason = f"using its KV connector failed: {error!r}"
         if reason:
-            self.sam.why_no_remote = reason
+            self.sam.remote = NoRemote(reason)
             logger.info("vllm-agent-hint: offload and prefetch are unsupported (%s)", reason)
 
     # -- requests ------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ from typing import Any, Final
 from vllm_agent_hint.kvcache.block import Zone
 from vllm_agent_hint.kvcache.manager import KVCacheManagerMixin
 from vllm_agent_hint.kvcache.pool import AgentBlockPool
-from vllm_agent_hint.sessions.manager import SessionAwareManager, SessionCounters
+from vllm_agent_hint.sessions.counters import SessionCounters
+from vllm_agent_hint.sessions.manager import SessionAwareManager
 
 MAX_SLICES: Final = 1_000
 """Slice times kept for a report; the oldest go where nobody asks for one."""
@@ -39,7 +40,7 @@ def take_statistics(
     """
     counters = SessionCounters()
     if sam is not None:
-        counters, sam.counters = sam.counters, counters
+        counters = sam.counters.take()
     overrides, pool.pressure_overrides = pool.pressure_overrides, Counter()
     spent = list(slices)
     slices.clear()

@@ -1,16 +1,14 @@
 """The bounds on what sessions hold: who gives way, and what of a newcomer is clipped."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from vllm_agent_hint.sessions.agenda import Agenda, session_of
-from vllm_agent_hint.sessions.ledger import Ledger, Newcomer
-from vllm_agent_hint.sessions.lineage import GroupLayout, Lineage, eviction_order
-from vllm_agent_hint.sessions.releases import Releases
+from vllm_agent_hint.sessions.agenda import session_of
+from vllm_agent_hint.sessions.books import Books
+from vllm_agent_hint.sessions.ledger import Newcomer
+from vllm_agent_hint.sessions.lineage import Lineage, eviction_order
 from vllm_agent_hint.sessions.session import Session
-from vllm_agent_hint.sessions.standing import Standing
-from vllm_agent_hint.settings import Placement, Settings
 
 Newcomers = list[list[Newcomer]]
 """Per KV cache group, in token order."""
@@ -34,35 +32,16 @@ class Capacity:
     the newcomer is clipped from its own.
 
     Args:
-        ledger: The accounts.
-        agenda: Knows those that don't stand in line, such as heirs.
-        standing: Says who is worth least.
-        releases: Finished first, before anybody gives way.
-        settings: The bounds.
-        given_way: Where a block enters that has given way.
+        books: Shared with the rooms beside this one.
         on_emptied: Told of a lineage that has given way to its last record.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        agenda: Agenda,
-        standing: Standing,
-        releases: Releases,
-        settings: Settings,
-        given_way: Placement,
-        on_emptied: Callable[[Lineage, float], None],
-    ) -> None:
-        self._ledger = ledger
-        self._agenda = agenda
-        self._standing = standing
-        self._given_way = given_way
-        self._releases = releases
-        self._layouts: Sequence[GroupLayout] = ledger.layouts
+    def __init__(self, books: Books, on_emptied: Callable[[Lineage, float], None]) -> None:
+        self._books = books
         self._on_emptied = on_emptied
+        settings = books.settings
         self._max_records = settings.max_records
-        self._associated_seconds = min(settings.associated_seconds, settings.idle_seconds)
-        self._max_retained = int(settings.protected_share * (ledger.port.num_gpu_blocks - 1))
+        self._max_retained = int(settings.protected_share * (books.ledger.port.num_gpu_blocks - 1))
         self._max_of_tenant = int(settings.tenant_share * self._max_retained)
 
     def make_room(self, tenant: str, newcomers: Newcomers, now: float) -> Clipping:
@@ -78,9 +57,9 @@ class Capacity:
     def _fit_records(self, newcomers: Newcomers, clipping: Clipping) -> None:
         excess = self._beyond_records(newcomers)
         budget = 4 * excess + 64
-        while excess > 0 and budget > 0 and len(self._releases):
+        while excess > 0 and budget > 0 and len(self._books.releases):
             step = min(excess, budget)
-            self._releases.work(step)
+            self._books.releases.work(step)
             budget -= step
             excess = self._beyond_records(newcomers)
         if excess > 0:
@@ -89,7 +68,7 @@ class Capacity:
     def _fit_share(self, newcomers: Newcomers, clipping: Clipping, now: float) -> None:
         excess, _ = self._beyond_share(newcomers)
         if excess > 0:
-            port = self._ledger.port
+            port = self._books.ledger.port
             self._give_way(excess, lambda: port.num_retained_blocks, self._in_order(now))
             # What gave way may have been shared with the newcomers: weigh them again.
             excess, weight = self._beyond_share(newcomers)
@@ -103,7 +82,7 @@ class Capacity:
         if excess > 0:
             self._give_way(
                 excess,
-                lambda: self._ledger.index.num_blocks_of(tenant),
+                lambda: self._books.ledger.index.num_blocks_of(tenant),
                 self._in_order(now, tenant),
             )
             excess, weight = self._beyond_tenant(tenant, newcomers)
@@ -112,7 +91,7 @@ class Capacity:
 
     def _beyond_tenant(self, tenant: str, newcomers: Newcomers) -> tuple[int, dict[int, int]]:
         """The same as ``_beyond_share``, for what one tenant may hold."""
-        index = self._ledger.index
+        index = self._books.ledger.index
         weight = {
             new.block_id: 0 if index.is_held_by_tenant(new.block_id, tenant) else 1
             for group in newcomers
@@ -121,22 +100,22 @@ class Capacity:
         return index.num_blocks_of(tenant) + sum(weight.values()) - self._max_of_tenant, weight
 
     def _beyond_records(self, newcomers: Newcomers) -> int:
-        room = self._max_records - self._ledger.index.num_records
+        room = self._max_records - self._books.ledger.index.num_records
         return sum(map(len, newcomers)) - max(0, room)
 
     def _beyond_share(self, newcomers: Newcomers) -> tuple[int, dict[int, int]]:
         """Blocks over the protected share if all newcomers came, and what each would add to it."""
         weight = {
-            new.block_id: 0 if self._ledger.index.is_held(new.block_id) else 1
+            new.block_id: 0 if self._books.ledger.index.is_held(new.block_id) else 1
             for group in newcomers
             for new in group
         }
-        retained = self._ledger.port.num_retained_blocks
+        retained = self._books.ledger.port.num_retained_blocks
         return retained + sum(weight.values()) - self._max_retained, weight
 
     def _clip(self, newcomers: Newcomers, excess: int, weight: dict[int, int]) -> int:
         """Remove newcomers, tail first, until their weight has fallen by ``excess``."""
-        order = eviction_order(self._layouts, [[new.logical for new in g] for g in newcomers])
+        order = eviction_order(self._books.layouts, [[new.logical for new in g] for g in newcomers])
         lengths = [len(group) for group in newcomers]
         clipped = 0
         for group, k in order:
@@ -162,8 +141,8 @@ class Capacity:
 
         wanted = None if tenant is None else counts
         for leased in (False, True):
-            yield from self._standing.in_order(now, leased=leased, counts=wanted)
-        while (entry := self._agenda.next_to_give_way(tenant)) is not None:
+            yield from self._books.standing.in_order(now, leased=leased, counts=wanted)
+        while (entry := self._books.agenda.next_to_give_way(tenant)) is not None:
             yield session_of(entry)
 
     def _give_way(
@@ -182,8 +161,8 @@ class Capacity:
             step = min(num_blocks - (before - count()), budget)
             if step <= 0:
                 break
-            if len(self._releases):
-                self._releases.work(step)
+            if len(self._books.releases):
+                self._books.releases.work(step)
                 budget -= step
                 continue
             session = next(in_order, None)
@@ -196,11 +175,11 @@ class Capacity:
         lineages = session.lineages
         lineage = next((lineage for lineage in lineages if len(lineage)), lineages[0])
         held = len(lineage)
-        self._ledger.release_tail(lineage, num_blocks, placement=self._given_way)
+        self._books.ledger.release_tail(lineage, num_blocks, placement=self._books.policy.given_way)
         if not session.num_records:
-            self._standing.leave(session)
+            self._books.standing.leave(session)
         if not len(lineage):
             idle = session.idle
-            ended_at = lineage.deadline or (idle.due_at - self._associated_seconds)
+            ended_at = lineage.deadline or (idle.due_at - self._books.associated_seconds)
             self._on_emptied(lineage, ended_at)
         return max(1, held - len(lineage))

@@ -19,6 +19,10 @@ Records = Sequence[tuple[Chain, int]]
 """Chains and positions in them, tail first."""
 
 
+def _do_nothing() -> None:
+    """For a context that nobody asks about once it is gone."""
+
+
 @dataclass(slots=True, eq=False)
 class Release:
     """A context that is being let go.
@@ -75,6 +79,21 @@ class Releases:
         release.lineage.releasing = release
         release.lineage.interrupted_at = None
         self._queue.append(release)
+
+    def let_go(
+        self,
+        lineage: Lineage,
+        *,
+        placement: Placement = Placement.BACK,
+        estate: Estate | None = None,
+        on_slice: Callable[[Records], None] | None = None,
+        on_done: Callable[[], None] = _do_nothing,
+    ) -> None:
+        """Give a context up that no session has any more; its claims end a slice at a time."""
+        self.finish_edit(lineage)
+        lineage.latest_written = max(lineage.latest_written, lineage.deadline)
+        lineage.end_leases()
+        self.add(Release(lineage, placement, on_done, estate=estate, on_slice=on_slice))
 
     def finish_edit(self, lineage: Lineage) -> None:
         """Bring what an edit lets go of a lineage to its end: something else is to follow it."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from vllm_agent_hint.hints import EditResult
+from vllm_agent_hint.hints import EditResult, EditStatus
 from vllm_agent_hint.sessions.intent import Edit, SessionKey
 
 
@@ -27,3 +27,31 @@ class RemoteKV(Protocol):
 
     def keeps(self, key: SessionKey, now: float) -> bool:
         """Whether something of the session lies elsewhere and is still to be kept."""
+
+
+class NoRemote:
+    """Nobody keeps anything elsewhere.
+
+    Args:
+        reason: Why not, for those who ask for it.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def transfer(self, key: SessionKey, edit: Edit, done: Callable[[EditResult], None]) -> None:
+        """See ``RemoteKV``: unsupported, with the reason."""
+        done(EditResult(type=edit.type, status=EditStatus.UNSUPPORTED, reason=self._reason))
+
+    def evict(
+        self, key: SessionKey, edit: Edit, done: Callable[[EditResult], None]
+    ) -> Callable[[EditResult], None]:
+        """See ``RemoteKV``: the local part is all of it."""
+        return done
+
+    def session_ended(self, key: SessionKey) -> None:
+        """See ``RemoteKV``."""
+
+    def keeps(self, key: SessionKey, now: float) -> bool:
+        """See ``RemoteKV``."""
+        return False
