@@ -282,7 +282,7 @@ def test_a_policy_that_raises_ends_hints_and_no_request(where: str, log: Log) ->
     with installed(Raises):
         engine = make_engine()
     engine.serve(CALLS, hint=hinted("calls", 300.0))
-    engine.sam._policy.where = where
+    engine.sam._books.policy.where = where
     engine.serve(DONE, hint=hinted("done"))
     engine.serve([*CALLS, 1], hint=hinted("calls"))
     blocks = engine.pool.get_new_blocks(engine.pool.get_num_free_blocks())
@@ -307,7 +307,7 @@ def test_a_choice_that_fails_half_way_through_an_allocation_leaves_it_whole(zone
 
     def fail_later(which: Zone, n: int) -> int:
         if which is (Zone.SESSION if zone == "B" else Zone.TTL):
-            engine.sam._policy.where = "worth"
+            engine.sam._books.policy.where = "worth"
         found: int = wanted(which, n)
         return found
 

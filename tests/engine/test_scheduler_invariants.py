@@ -408,8 +408,10 @@ class HintedScheduler(RuleBasedStateMachine):
 
     def _bounds_hold(self) -> None:
         sam = self.engine.sam
-        settings_ = sam._settings
-        assert self.engine.pool.num_retained_blocks <= sam._capacity._max_retained
+        settings_ = sam._books.settings
+        pool = self.engine.pool
+        share = int(settings_.protected_share * (pool.num_gpu_blocks - 1))
+        assert pool.num_retained_blocks <= share
         assert sam.ledger.index.num_records <= settings_.max_records
         assert len(sam.sessions) - sam.num_heirs <= settings_.max_sessions
         assert sam.history.size <= settings_.max_history
