@@ -19,7 +19,7 @@ FEWEST_REPETITIONS: Final = 10
 _BY_KEY: Final = {figure.key: figure for figure in FIGURES}
 _AGENTS_TTFT: Final = _BY_KEY["agents.ttft_mean"]
 _MUST_NOT_GROW: Final = tuple(
-    _BY_KEY[key] for key in ("agents.tpot_mean", "one_shot.tpot_mean", "one_shot.ttft_mean")
+    _BY_KEY[key] for key in ("all.tpot_mean", "one_shot.tpot_mean", "one_shot.ttft_mean")
 )
 
 
@@ -107,8 +107,9 @@ def _does_not_grow(result: LoadResult, arm: str, figure: Figure) -> Finding | No
     else:
         outcome = Outcome.MET
     name = figure.title.partition(",")[0]
+    whose = "all requests" if figure.scope == "all" else SCOPE_TITLES[figure.scope]
     text = (
-        f"{name} of {SCOPE_TITLES[figure.scope]}, {arm} / {result.reference}: "
+        f"{name} of {whose}, {arm} / {result.reference}: "
         f"{in_words(interval)}, must not lie above {NOISE_BOUND:g} (measured: at least "
         f"{FEWEST_REPETITIONS} repetitions, and within +-{WIDEST:.0%})"
     )
