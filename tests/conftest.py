@@ -13,13 +13,15 @@ from hypothesis import Phase, settings
 
 from vllm_agent_hint.cli.demo.model import ensure_model
 
-settings.register_profile("repeatable", derandomize=True, database=None)
-settings.register_profile("explore", print_blob=True)
+# No deadline: a machine with other work is not a fault of ours.
+settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+settings.register_profile("explore", print_blob=True, deadline=None)
 # A planted fault is known already: its first failing example will do (see tests/faults).
 settings.register_profile(
     "no-shrink",
     derandomize=True,
     database=None,
+    deadline=None,
     report_multiple_bugs=False,
     phases=[Phase.explicit, Phase.generate],
 )

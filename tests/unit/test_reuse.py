@@ -1,6 +1,7 @@
 """How soon a resting session comes back: bins, the reuse index, and how its classes learn."""
 
 import random
+from collections import defaultdict
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_agent_hint.sessions import reuse
 from vllm_agent_hint.sessions.reuse import (
+    ANY,
     EDGES,
     FADES_AT,
     GAP_EDGES,
@@ -164,6 +166,8 @@ def test_a_tool_call_is_worth_more_than_a_final_message_from_the_start() -> None
 
 BASH = turn_class("", "tool_call", "bash", 3.0, 100)
 READ = BASH._replace(tool="read")
+UNTOLD = BASH._replace(tool="")
+"""Of the same turns, where nobody knows the tool."""
 
 
 def chances_of(estimator: ReuseEstimator, turns: TurnClass) -> list[float]:
@@ -176,60 +180,114 @@ def test_without_an_observation_a_class_expects_what_the_table_says() -> None:
 
 
 class NaiveClass:
-    """What a class expects, worked out from all its gaps, one leaning after the other.
-
-    Args:
-        above: What the class above it expected when each gap came, and expects now.
-    """
+    """What a class expects, worked out from all its gaps, one leaning after the other."""
 
     def __init__(self) -> None:
         self.gaps: list[int] = []
-        self.foretold = dict.fromkeys(LEANINGS, 1 / len(LEANINGS))
+        self.beliefs = dict.fromkeys(LEANINGS, 1 / len(LEANINGS))
 
     def chances(self, above: list[float]) -> list[float]:
         return [
-            sum(
-                belief * (self.gaps.count(k) + leaning * above[k]) / (len(self.gaps) + leaning)
-                for leaning, belief in self.foretold.items()
-            )
+            sum(belief * self._foretells(k, above, by) for by, belief in self.beliefs.items())
             for k in range(len(EDGES))
         ]
 
     def add(self, where: int, above: list[float]) -> None:
-        of_each = {
-            leaning: belief
-            * (self.gaps.count(where) + leaning * above[where])
-            / (len(self.gaps) + leaning)
-            for leaning, belief in self.foretold.items()
+        grown = {
+            by: belief * self._foretells(where, above, by) for by, belief in self.beliefs.items()
         }
-        floored = {k: max(LEAST_BELIEF, v / sum(of_each.values())) for k, v in of_each.items()}
-        self.foretold = {k: v / sum(floored.values()) for k, v in floored.items()}
+        floored = {by: max(LEAST_BELIEF, v / sum(grown.values())) for by, v in grown.items()}
+        self.beliefs = {by: v / sum(floored.values()) for by, v in floored.items()}
         self.gaps.append(where)
+
+    def _foretells(self, where: int, above: list[float], by: float) -> float:
+        return (self.gaps.count(where) + by * above[where]) / (len(self.gaps) + by)
+
+
+class NaiveTenant:
+    """One ending, every class of it, each leaning on the one above."""
+
+    def __init__(self, ended: str) -> None:
+        self.ended = ended
+        self.classes: defaultdict[TurnClass | None, NaiveClass] = defaultdict(NaiveClass)
+
+    def expected(self, turns: TurnClass) -> list[float]:
+        if turns.tool:
+            return self.chances(turns._replace(tool=""))
+        whole = cold_start(self.ended, ANY, ANY)
+        if turns.gap == ANY:
+            return list(whole)
+        cell = cold_start(self.ended, turns.gap, turns.output)
+        tenant = self.chances(turns._replace(gap=ANY, output=ANY))
+        odds = [cell[k] / whole[k] * tenant[k] for k in range(len(EDGES))]
+        return [each / sum(odds) for each in odds]
+
+    def chances(self, turns: TurnClass) -> list[float]:
+        return self.classes[turns].chances(self.expected(turns))
+
+    def add(self, turns: TurnClass, where: int) -> None:
+        whose = {turns, turns._replace(tool=""), turns._replace(tool="", gap=ANY, output=ANY)}
+        before = {each: self.expected(each) for each in whose}
+        for each in whose:
+            self.classes[each].add(where, before[each])
 
 
 GAPS = st.none() | st.floats(0.0, 10_000.0) | st.sampled_from([0.5, 2.0, 90.0])
+OF_A_KIND = st.builds(
+    turn_class,
+    st.just(""),
+    st.just("tool_call"),
+    st.sampled_from(["bash", "read", ""]),
+    st.sampled_from([None, 3.0, 100.0]),
+    st.sampled_from([100, 2000]),
+)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["bash", "read", ""]), GAPS), max_size=60))
-def test_a_class_leans_on_its_parent_and_that_on_the_table(
-    observed: list[tuple[str, float | None]],
+@given(st.lists(st.tuples(OF_A_KIND, GAPS), max_size=60))
+def test_a_class_leans_on_those_above_it_and_they_on_the_table(
+    observed: list[tuple[TurnClass, float | None]],
 ) -> None:
     """As far as doing so has foretold its gaps."""
-    estimator = ReuseEstimator()
-    table = list(cold_start("tool_call", BASH.gap, BASH.output))
-    parent, children = NaiveClass(), {"bash": NaiveClass(), "read": NaiveClass()}
-    for tool, gap in observed:
-        where = NEVER if gap is None else bin_of(gap)
-        if tool:
-            children[tool].add(where, parent.chances(table))
-        parent.add(where, table)
-        estimator.observe(BASH._replace(tool=tool), gap)
-    expected = parent.chances(table)
-    assert chances_of(estimator, BASH.parent) == pytest.approx(expected)
-    for tool, child in children.items():
-        found = chances_of(estimator, BASH._replace(tool=tool))
-        assert found == pytest.approx(child.chances(expected))
+    estimator, naive = ReuseEstimator(), NaiveTenant("tool_call")
+    for turns, gap in observed:
+        naive.add(turns, NEVER if gap is None else bin_of(gap))
+        estimator.observe(turns, gap)
+    for turns in {BASH, READ, BASH._replace(tool=""), *(turns for turns, _ in observed)}:
+        found = chances_of(estimator, turns)
+        assert found == pytest.approx(naive.chances(turns))
         assert sum(found) == pytest.approx(1.0)
+        one_by_one = [estimator._expected_in(k, turns) for k in range(len(EDGES))]
+        assert one_by_one == pytest.approx(naive.expected(turns))
+
+
+def test_what_a_tenant_does_after_first_turns_is_expected_after_later_ones() -> None:
+    estimator = ReuseEstimator()
+    first, later = (turn_class("", "tool_call", "", gap, 100) for gap in (None, 3.0))
+    before = chances_of(estimator, later)[bin_of(700.0)]
+    for _ in range(10):
+        estimator.observe(first, 700.0)
+    assert chances_of(estimator, later)[bin_of(700.0)] > 0.4 > 10 * before
+
+
+@given(st.lists(GAPS, max_size=20), st.floats(0.0, 8_000.0))
+def test_between_two_bins_the_worth_goes_from_one_to_the_other(
+    gaps: list[float | None], resting: float
+) -> None:
+    estimator = ReuseEstimator()
+    for gap in gaps:
+        estimator.observe(BASH, gap)
+    where = bin_of(resting)
+    ends = [estimator.worth(BASH, EDGES[k]) for k in (where, min(NEVER, where + 1))]
+    assert min(ends) - 1e-12 <= estimator.worth(BASH, resting) <= max(ends) + 1e-12
+
+
+def test_of_two_that_will_surely_come_the_one_that_has_rested_longer_is_worth_more() -> None:
+    """Also within the first second: agents that take turns in a circle."""
+    estimator = ReuseEstimator()
+    for _ in range(20):
+        estimator.observe(BASH, 2.0)
+    worth = [estimator.worth(BASH, k / 10) for k in range(10)]
+    assert worth == sorted(set(worth))
 
 
 def test_a_class_that_is_unlike_the_table_soon_believes_itself() -> None:
@@ -246,8 +304,8 @@ def test_one_that_is_like_the_table_is_not_led_astray_by_chance() -> None:
     dice = random.Random(1)
     middles = [(a + b) / 2 for a, b in pairwise(EDGES)] + [None]
     for gap in dice.choices(middles, table, k=12):
-        estimator.observe(BASH.parent, gap)
-    found = chances_of(estimator, BASH.parent)
+        estimator.observe(UNTOLD, gap)
+    found = chances_of(estimator, UNTOLD)
     assert sum(abs(a - b) for a, b in zip(found, table, strict=True)) / 2 < 0.25
 
 
@@ -255,22 +313,22 @@ def test_no_leaning_is_ruled_out_for_ever() -> None:
     """A class may be unlike the table for hours, and then as the table says."""
     estimator = ReuseEstimator()
     for _ in range(500):
-        estimator.observe(BASH.parent, 700.0)
-    beliefs = estimator._histogram(BASH.parent).beliefs
+        estimator.observe(UNTOLD, 700.0)
+    beliefs = estimator._histogram(UNTOLD).beliefs
     assert beliefs[0] == max(beliefs)
     dice = random.Random(1)
     table = cold_start("tool_call", BASH.gap, BASH.output)
     middles = [(a + b) / 2 for a, b in pairwise(EDGES)] + [None]
     for gap in dice.choices(middles, table, k=200):
-        estimator.observe(BASH.parent, gap)
-    beliefs = estimator._histogram(BASH.parent).beliefs
+        estimator.observe(UNTOLD, gap)
+    beliefs = estimator._histogram(UNTOLD).beliefs
     assert beliefs[-1] == max(beliefs)
 
 
 def test_a_turn_whose_tool_nobody_knows_is_observed_once() -> None:
     estimator = ReuseEstimator()
-    estimator.observe(BASH.parent, 1.0)
-    assert estimator._histogram(BASH.parent).total == 1.0
+    estimator.observe(UNTOLD, 1.0)
+    assert estimator._histogram(UNTOLD).total == 1.0
 
 
 def test_enough_news_changes_what_a_class_is_worth() -> None:

@@ -7,7 +7,8 @@ A tool call a moment ago has a high one, a final message a low one, and both fal
 
 Gaps are heavy-tailed, so nothing is averaged: each class of turns has a histogram of its gaps,
 over bins that grow by the square root of two. A class that has seen little leans on the one above
-it, and that on the cold-start table, which was counted on real traces. Old observations fade.
+it, and all of them on the cold-start table, which was counted on real traces. Old observations
+fade.
 """
 
 import json
@@ -16,9 +17,10 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from operator import mul
 from typing import Final, NamedTuple
 
-EDGES: Final = (0.0, *(2.0 ** (k / 2) for k in range(25)))
+EDGES: Final[tuple[float, ...]] = (0.0, *(2.0 ** (k / 2) for k in range(25)))
 """Where the bins of a gap begin, in seconds; the last one is 4,096 s and more, or never."""
 
 NEVER: Final = len(EDGES) - 1
@@ -51,6 +53,10 @@ MAX_CLASSES: Final = 4_096
 """
 
 
+ANY: Final = -1
+"""In a class of turns: whatever it was."""
+
+
 class TurnClass(NamedTuple):
     """Turns whose sessions are expected back alike.
 
@@ -58,8 +64,9 @@ class TurnClass(NamedTuple):
         tenant: Whose; no tenant learns from another.
         ended: See ``TurnFacts``.
         tool: The tool that was called last; empty where nobody knows.
-        gap: Of the session's last gap: 0 for a first turn, else 1 + the bin in ``GAP_EDGES``.
-        output: Of the turn's output: the bin in ``OUTPUT_EDGES``.
+        gap: Of the session's last gap: 0 for a first turn, else 1 + the bin in ``GAP_EDGES``;
+            or ``ANY``.
+        output: Of the turn's output: the bin in ``OUTPUT_EDGES``; or ``ANY``.
     """
 
     tenant: str
@@ -69,9 +76,11 @@ class TurnClass(NamedTuple):
     output: int
 
     @property
-    def parent(self) -> "TurnClass":
-        """The same whatever the tool."""
-        return self._replace(tool="")
+    def parent(self) -> "TurnClass | None":
+        """The same whatever the tool; of that, whatever the last gap and the output."""
+        if self.tool:
+            return self._replace(tool="")
+        return None if self.gap == ANY else self._replace(gap=ANY, output=ANY)
 
 
 def turn_class(
@@ -132,7 +141,16 @@ def _slope(returned: Sequence[float], held: Sequence[float], start: int, end: in
 
 
 class _Histogram:
-    __slots__ = ("above", "above_edition", "beliefs", "counts", "edition", "index", "news", "total")
+    __slots__ = (
+        "above",
+        "above_editions",
+        "beliefs",
+        "counts",
+        "edition",
+        "index",
+        "news",
+        "total",
+    )
 
     def __init__(self) -> None:
         self.counts = [0.0] * len(EDGES)
@@ -146,14 +164,19 @@ class _Histogram:
         """How often there has been enough news."""
         self.above: _Histogram | None = None
         """That of the class on which the index leans, if it leans on one that learns."""
-        self.above_edition = 0
-        """Its edition when the index was worked out."""
+        self.above_editions = 0
+        """Editions of it, and of all above it, when the index was worked out."""
+
+    @property
+    def editions(self) -> int:
+        """Of this one and of all above it."""
+        return self.edition + (0 if self.above is None else self.above.editions)
 
     @property
     def is_stale(self) -> bool:
         """Whether there is no index, or it leans on one that has changed since."""
         return self.index is None or (
-            self.above is not None and self.above.edition != self.above_edition
+            self.above is not None and self.above.editions != self.above_editions
         )
 
     def add(self, where: int, above: float) -> None:
@@ -181,19 +204,13 @@ class _Histogram:
             self.total /= 2
 
     @property
-    def weight(self) -> float:
-        """Of each observation in a chance."""
-        return sum(
+    def weights(self) -> tuple[float, float]:
+        """In a chance: of each observation, and of what the class leans on."""
+        own = sum(
             belief / (self.total + leaning)
             for belief, leaning in zip(self.beliefs, LEANINGS, strict=True)
         )
-
-    def leaning_on(self, above: Sequence[float]) -> list[float]:
-        own = self.weight
-        rest = 1.0 - own * self.total
-        return [
-            own * count + rest * chance for count, chance in zip(self.counts, above, strict=True)
-        ]
+        return own, 1.0 - own * self.total
 
 
 class ReuseEstimator:
@@ -210,17 +227,15 @@ class ReuseEstimator:
             gap: Seconds until it came back; None if it did not.
         """
         where = NEVER if gap is None else bin_of(max(0.0, gap))
-        parent = self._histogram(turns.parent)
-        expected = cold_start(turns.ended, turns.gap, turns.output)[where]
-        if turns.tool:
-            own = parent.weight
-            expected_by_parent = own * parent.counts[where] + (1.0 - own * parent.total) * expected
-            self._learn(turns, self._histogram(turns), where, expected_by_parent)
-        self._learn(turns.parent, parent, where, expected)
+        learning: TurnClass | None = turns
+        # From below: no class is taught by one that has learnt from the same gap.
+        while learning is not None:
+            self._learn(learning, self._histogram(learning), where)
+            learning = learning.parent
 
-    def _learn(self, turns: TurnClass, histogram: _Histogram, where: int, above: float) -> None:
+    def _learn(self, turns: TurnClass, histogram: _Histogram, where: int) -> None:
         was_asked_for = histogram.index is not None
-        histogram.add(where, above)
+        histogram.add(where, self._expected_in(where, turns))
         if was_asked_for and histogram.index is None:
             self._work_out(turns, histogram)
 
@@ -245,18 +260,51 @@ class ReuseEstimator:
         """
         histogram = self._seen.get(turns) or self._histogram(turns)
         index = histogram.index or self._work_out(turns, histogram)
-        return index[bisect_right(EDGES, resting) - 1]
+        where = bisect_right(EDGES, resting) - 1
+        if where == NEVER:
+            return index[NEVER]
+        # In between, so that within a bin, too, it is known which way the worth goes.
+        part = (resting - EDGES[where]) / (EDGES[where + 1] - EDGES[where])
+        return index[where] + part * (index[where + 1] - index[where])
 
     def _work_out(self, turns: TurnClass, histogram: _Histogram) -> tuple[float, ...]:
-        histogram.index = reuse_index(self._chances(turns, histogram))
-        return histogram.index
+        found = histogram.index = reuse_index(self._chances(turns, histogram))
+        return found
 
     def _chances(self, turns: TurnClass, histogram: _Histogram) -> list[float]:
-        if not turns.tool:
-            return histogram.leaning_on(cold_start(turns.ended, turns.gap, turns.output))
-        above = self._histogram(turns.parent)
-        histogram.above, histogram.above_edition = above, above.edition
-        return histogram.leaning_on(self._chances(turns.parent, above))
+        own, rest = histogram.weights
+        expected = self._expected(turns, histogram)
+        return [own * n + rest * p for n, p in zip(histogram.counts, expected, strict=True)]
+
+    def _expected(self, turns: TurnClass, histogram: _Histogram) -> Sequence[float]:
+        """What a class leans on: the chance of a gap in each bin."""
+        parent = turns.parent
+        if parent is None:
+            return cold_start(turns.ended, ANY, ANY)
+        above = self._histogram(parent)
+        chances = self._chances(parent, above)
+        histogram.above, histogram.above_editions = above, above.editions
+        if turns.tool:
+            return chances
+        # The table knows how the class differs from its parent, and the parent how the tenant
+        # differs from the table.
+        tilted = [*map(mul, chances, _tilt(turns.ended, turns.gap, turns.output))]
+        scale = sum(tilted)
+        return [chance / scale for chance in tilted]
+
+    def _expected_in(self, where: int, turns: TurnClass) -> float:
+        """``_expected`` of one bin: for each observation, so without going through all bins."""
+        parent = turns.parent
+        if parent is None:
+            return cold_start(turns.ended, ANY, ANY)[where]
+        above = self._histogram(parent)
+        own, rest = above.weights
+        chance = own * above.counts[where] + rest * self._expected_in(where, parent)
+        if turns.tool:
+            return chance
+        tilt = _tilt(turns.ended, turns.gap, turns.output)
+        of_all_bins: float = own * sum(map(mul, above.counts, tilt)) + rest
+        return chance * tilt[where] / of_all_bins
 
     def _histogram(self, turns: TurnClass) -> _Histogram:
         found = self._seen.get(turns)
@@ -275,8 +323,8 @@ def cold_start(ended: str, gap: int, output: int) -> tuple[float, ...]:
 
     Args:
         ended: See ``TurnFacts``; one that the table does not know counts as ``unknown``.
-        gap: See ``TurnClass``.
-        output: See ``TurnClass``.
+        gap: See ``TurnClass``; ``ANY`` for all turns of the ending.
+        output: See ``TurnClass``; the same.
 
     Returns:
         The chance of a gap in each bin.
@@ -285,11 +333,20 @@ def cold_start(ended: str, gap: int, output: int) -> tuple[float, ...]:
     of_kind = table.get(ended, table["unknown"])
     whole = of_kind["all"]
     base = [(count + 0.5) / (sum(whole) + 0.5 * len(whole)) for count in whole]
+    if gap == ANY:
+        return tuple(base)
     cell = of_kind.get(f"{gap}/{output}", [0] * len(base))
     scale = sum(cell) + TABLE_LEANS_BY
     return tuple(
         (count + TABLE_LEANS_BY * chance) / scale for count, chance in zip(cell, base, strict=True)
     )
+
+
+@cache
+def _tilt(ended: str, gap: int, output: int) -> tuple[float, ...]:
+    """In the table: the chance of each bin in a class by that in all turns of its ending."""
+    whole = cold_start(ended, ANY, ANY)
+    return tuple(a / b for a, b in zip(cold_start(ended, gap, output), whole, strict=True))
 
 
 @cache
