@@ -6,7 +6,7 @@ from vllm_agent_hint.settings import Placement
 
 ZONES = ("A", "B", "C")
 CHOOSE_AT_LEAST = 128
-"""Blocks that are chosen in one go."""
+"""Blocks that are chosen in one go; in a pool of less than 64 times as many, a 64th of it."""
 
 
 def zone_of(count: int, deadline: float) -> str:
@@ -25,6 +25,7 @@ class NaiveQueue:
 
     def __init__(self, block_ids: Iterable[int]) -> None:
         self.zones: dict[str, list[int]] = {"A": list(block_ids), "B": [], "C": []}
+        self.choose_at_least = max(1, min(CHOOSE_AT_LEAST, len(self.zones["A"]) // 64))
         self.shortages: list[int] = []
         """How many blocks zone A fell short of, each time."""
         self.on_shortage: Callable[[int], None] = lambda _: None
@@ -53,7 +54,7 @@ class NaiveQueue:
         for zone in ("B", "C"):
             taken += self._take_chosen(zone, min(self.brought[zone], n - len(taken)))
             if len(taken) < n and self.zones[zone] and self.on_choice is not None:
-                self.brought[zone] = self.on_choice(zone, max(n - len(taken), CHOOSE_AT_LEAST))
+                self.brought[zone] = self.on_choice(zone, max(n - len(taken), self.choose_at_least))
             taken += self._take_chosen(zone, n - len(taken))
         return taken
 

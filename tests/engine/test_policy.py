@@ -85,7 +85,7 @@ def test_a_real_request_is_served_from_what_gives_way() -> None:
 
 
 def test_decodes_that_take_one_block_at_a_time_go_on_in_the_same_order() -> None:
-    engine = make_engine()
+    engine = make_engine(num_blocks=64 * (BLOCKS + 4))
     two_sessions(engine)
     asked = Counter[Zone]()
     observer = engine.pool.observer

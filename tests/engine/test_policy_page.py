@@ -49,6 +49,7 @@ def test_the_example_is_a_plugin_that_works() -> None:
         "below " + ", ".join(f"{edge:.0f}" for edge in reuse.GAP_EDGES) + " s",
         "below " + ", ".join(f"{edge:,}" for edge in reuse.OUTPUT_EDGES) + " tokens",
         f"At least {queue._CHOOSE_AT_LEAST} blocks",
+        f"1/{queue._CHOOSE_AT_LEAST_OF} of the pool",
         *(f"| `{order}` |" for order in GiveWay),
     ],
 )

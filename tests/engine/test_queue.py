@@ -415,3 +415,29 @@ def test_folding_keeps_the_order_and_makes_everything_ordinary() -> None:
     assert ids(queue.iter_zone(Zone.ORDINARY)) == [2, 1, 0]
     assert ids(queue.popleft_n(3)) == [2, 1, 0]
     assert queue.taken == []
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "wanted", "chosen"),
+    [(40, 1, 1), (640, 1, 10), (640, 30, 30), (20_000, 1, 128), (20_000, 500, 500)],
+)
+def test_a_choice_is_for_a_few_blocks_more_and_for_no_large_part_of_the_pool(
+    num_blocks: int, wanted: int, chosen: int
+) -> None:
+    """What is chosen is not weighed again; of a small pool it must not be half."""
+    blocks = [AgentKVCacheBlock(i) for i in range(num_blocks)]
+    queue = AgentFreeKVCacheBlockQueue(blocks)
+    queue.has_sessions = True
+    taken = queue.popleft_n(num_blocks)
+    for block in taken:
+        block._session_ref_cnt = 1
+    queue.append_n(taken)
+    asked: list[int] = []
+
+    def choose(_: Zone, num_blocks: int) -> int:
+        asked.append(num_blocks)
+        return 0
+
+    queue.on_choice = choose
+    queue.popleft_n(wanted)
+    assert asked == [chosen]

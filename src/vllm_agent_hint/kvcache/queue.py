@@ -11,6 +11,9 @@ from vllm_agent_hint.settings import Placement
 _CHOOSE_AT_LEAST: Final = 128
 """Blocks. A choice looks at every class of sessions once."""
 
+_CHOOSE_AT_LEAST_OF: Final = 64
+"""Of a pool of fewer than so many times those, its part: what was chosen is not weighed again."""
+
 
 class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
     """One linked list, ``head -> A -> | -> B -> | -> C -> end``, in the order of reuse.
@@ -33,6 +36,7 @@ class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
         self.on_choice: Callable[[Zone, int], int] | None = None
         """Called with a zone from which so many blocks are to be taken, to bring those to its front
         that are to go first; says how many it brought."""
+        self._choose_at_least = max(1, min(_CHOOSE_AT_LEAST, len(blocks) // _CHOOSE_AT_LEAST_OF))
         self._brought = {Zone.SESSION: 0, Zone.TTL: 0}
         """How many of them are still at the front, if nobody came back for them."""
         self.taken: list[AgentKVCacheBlock] = []
@@ -77,7 +81,7 @@ class AgentFreeKVCacheBlockQueue(FreeKVCacheBlockQueue):
                 return
             if self.on_choice is not None and not self._is_empty(zone):
                 # Some more than are missing: decodes take one block at a time.
-                wanted = max(n - len(blocks), _CHOOSE_AT_LEAST)
+                wanted = max(n - len(blocks), self._choose_at_least)
                 self._brought[zone] = self.on_choice(zone, wanted)
             self._take_from(zone, blocks, n - len(blocks))
         if len(blocks) < n:
