@@ -130,7 +130,14 @@ def test_the_state_says_what_is_on_and_what_the_bounds_are(alice: Client) -> Non
     [engine] = state["engines"]
     assert (engine["engine"], engine["active"], engine["reason"]) == (0, True, "")
     assert engine["sessions"] == len(alice.session_ids())
-    assert state["features"] == {"sam": True, "ranges": False, "pooling": True, "shadow": False}
+    assert state["features"] == {
+        "sam": True,
+        "ranges": False,
+        "pooling": True,
+        "shadow": False,
+        "auto": False,
+        "capture": False,
+    }
     assert state["block_size"] == BLOCK
     assert state["bounds"]["max_edits"] == 16
     assert state["bounds"]["max_ttl"] == 3600.0

@@ -114,6 +114,8 @@ class Features(_Told):
     ranges: Annotated[bool, Field(description="block_offset, block_start and block_end.")]
     pooling: Annotated[bool, Field(description="offload and prefetch through a KV connector.")]
     shadow: Annotated[bool, Field(description="Accounts are kept and no order changes.")]
+    auto: Annotated[bool, Field(description="The server sees by itself how turns end.")]
+    capture: Annotated[bool, Field(description="Traffic may be recorded.")]
 
 
 class Bounds(_Told):
@@ -130,6 +132,9 @@ class Bounds(_Told):
     ]
     protected_share: Annotated[float, Field(description="Of the KV cache, for all sessions.")]
     tenant_share: Annotated[float, Field(description="Part of it for the sessions of one tenant.")]
+    associated_seconds: Annotated[
+        float, Field(description="For which a session without a lease keeps its blocks, at most.")
+    ]
     idle_seconds: Annotated[float, Field(description="Until a session without a lease is freed.")]
 
 
