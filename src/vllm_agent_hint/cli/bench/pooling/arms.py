@@ -30,6 +30,11 @@ FLOOD_REQUESTS: Final = 4
 HOST_BYTES: Final = 600_000_000
 TTL_SECONDS: Final = 900
 
+RECOMPUTE: Final = "recompute"
+STOCK: Final = "stock-offloading"
+OURS: Final = "ours"
+HYBRID: Final = "hybrid"
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -208,10 +213,10 @@ def running_arms(folder: Path, load_bytes_per_second: float, kind: str) -> Itera
         return running_server(models[of], log, {**os.environ, **env}, arguments)
 
     wanted = [
-        server("recompute", off, []),
-        server("stock-offloading", off, tier),
-        server("ours", environment, tier),
-        server("hybrid", environment, tier, HYBRID_KIND),
+        server(RECOMPUTE, off, []),
+        server(STOCK, off, tier),
+        server(OURS, environment, tier),
+        server(HYBRID, environment, tier, HYBRID_KIND),
     ]
     with ExitStack() as running, ThreadPoolExecutor(len(wanted)) as starting:
         started = [starting.submit(one.__enter__) for one in wanted]
@@ -220,10 +225,10 @@ def running_arms(folder: Path, load_bytes_per_second: float, kind: str) -> Itera
                 running.push(one)
         recompute, stock, ours, hybrid = (future.result() for future in started)
         yield Arms(
-            Arm("recompute", recompute, parks=False),
-            Arm("stock-offloading", stock, parks=False),
-            Arm("ours", ours, parks=True),
-            Arm("hybrid", hybrid, parks=True),
+            Arm(RECOMPUTE, recompute, parks=False),
+            Arm(STOCK, stock, parks=False),
+            Arm(OURS, ours, parks=True),
+            Arm(HYBRID, hybrid, parks=True),
         )
 
 

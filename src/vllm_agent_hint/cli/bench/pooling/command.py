@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_agent_hint.cli.bench.paired import bootstrap_interval
-from vllm_agent_hint.cli.bench.pooling.arms import Arms, running_arms
+from vllm_agent_hint.cli.bench.pooling.arms import OURS, RECOMPUTE, STOCK, running_arms
 from vllm_agent_hint.cli.bench.pooling.resumes import (
     Restored,
     Resumes,
@@ -91,7 +91,7 @@ def run_pooling(
         throughput = measure_throughput(arms.ours, pairs, rate, console)
         resumes = measure_resumes(arms.of_resumes, agents, console)
         hybrid = measure_hybrid(arms.hybrid, hybrid_agents, console)
-        found = Measured(resumes, throughput, hybrid, bounds(arms, resumes, throughput, hybrid))
+        found = Measured(resumes, throughput, hybrid, bounds(resumes, throughput, hybrid))
     _print(console, found)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
@@ -99,11 +99,8 @@ def run_pooling(
     return all(bound.is_met for bound in found.bounds)
 
 
-def bounds(
-    arms: Arms, resumes: Resumes, throughput: Throughput, hybrid: list[Restored]
-) -> list[Bound]:
+def bounds(resumes: Resumes, throughput: Throughput, hybrid: list[Restored]) -> list[Bound]:
     """The issue's bounds. The throughput's is on the lower end of the interval, the strict one."""
-    ours, recompute, stock = arms.ours, arms.recompute, arms.stock
     hit = statistics.median(resumes.hits)
     low, high = bootstrap_interval(throughput.ratios)
     restored = sum(one.tokens for one in hybrid)
@@ -111,19 +108,19 @@ def bounds(
     return [
         Bound(
             "resume / recompute, TTFT",
-            resumes.median(ours) / resumes.median(recompute),
+            resumes.median(OURS) / resumes.median(RECOMPUTE),
             at_most=0.25,
-            note=_interval(resumes.ratios(ours, recompute)),
+            note=_interval(resumes.ratios(OURS, RECOMPUTE)),
         ),
         Bound(
             "resume / stock reload, TTFT",
-            resumes.median(ours) / resumes.median(stock),
+            resumes.median(OURS) / resumes.median(STOCK),
             at_most=0.4,
-            note=_interval(resumes.ratios(ours, stock)),
+            note=_interval(resumes.ratios(OURS, STOCK)),
         ),
         Bound(
             "stock reload / hit, TTFT",
-            resumes.median(stock) / hit,
+            resumes.median(STOCK) / hit,
             at_least=RELOAD_OVER_HIT,
             note="else the throttle is too weak: lower --load-rate",
         ),

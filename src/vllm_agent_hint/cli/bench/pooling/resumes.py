@@ -34,12 +34,12 @@ class Resumes:
     hits: list[float] = field(default_factory=list)
     in_time: list[bool] = field(default_factory=list)
 
-    def median(self, arm: Arm) -> float:
-        return statistics.median(self.ttft[arm.name])
+    def median(self, arm: str) -> float:
+        return statistics.median(self.ttft[arm])
 
-    def ratios(self, of: Arm, to: Arm) -> list[float]:
+    def ratios(self, of: str, to: str) -> list[float]:
         """Agent by agent, since both arms were asked the same right after each other."""
-        return [a / b for a, b in zip(self.ttft[of.name], self.ttft[to.name], strict=True)]
+        return [a / b for a, b in zip(self.ttft[of], self.ttft[to], strict=True)]
 
     @property
     def are_told_the_same(self) -> bool:
