@@ -5,6 +5,7 @@ meanwhile, by a server without hints.
 """
 
 import asyncio
+import os
 import random
 import shutil
 import threading
@@ -185,6 +186,52 @@ def test_files_that_hold_other_bytes_are_failed_blocks_and_are_computed_anew(
     assert left < len(damaged), "what is damaged is not asked for again and again"
     assert resumed.token_ids == plain(context)
     assert_nothing_is_left(server)
+
+
+def test_a_disk_that_hangs_keeps_waiting_who_loads_from_it_and_nobody_else(
+    disk: tuple[TestServer, Path], plain: Answers
+) -> None:
+    server, directory = disk
+    context = tokens(2_000, 35)
+    before = set(files_of(directory))
+    server.complete(context, hint("hanging"))
+    assert edit(server, "hanging", "offload")[0]["status"] == "applied"
+    flood(server, seed=350)
+    hanging = [file for file in files_of(directory) if file not in before]
+    for file in hanging:
+        # Who opens it to read waits until somebody opens it to write.
+        file.unlink()
+        os.mkfifo(file)
+
+    report = manage(server, "hanging", "prefetch")
+    wait_until(lambda: ours(server, "prefetches_loading") == 1)
+    time.sleep(1.5)  # By now it would have come, and whoever reads it hangs.
+    began = time.monotonic()
+    beside = server.complete(tokens(500, 36))
+    spent = time.monotonic() - began
+    still = server.get(f"/v1/agent_hint/operations/{report['operation_id']}").json()["status"]
+    is_over = threading.Event()
+    freeing = threading.Thread(target=_free_the_hanging, args=(hanging, is_over))
+    freeing.start()
+    (result,) = outcome(server, report["operation_id"])["results"]
+    is_over.set()
+    freeing.join()
+
+    assert still == "pending"
+    assert spent < 2.0
+    assert beside.token_ids == plain(tokens(500, 36))
+    assert result["status"] in ("failed", "partial"), result
+    assert server.complete(context, hint("hanging")).token_ids == plain(context)
+    assert_nothing_is_left(server)
+
+
+def _free_the_hanging(files: Sequence[Path], is_over: threading.Event) -> None:
+    """Let each reader of a pipe find that there is nothing in it."""
+    while not is_over.is_set():
+        for file in files:
+            with suppress(OSError):
+                os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
+        time.sleep(0.01)
 
 
 def test_a_store_that_dies_during_keep_alive_is_asked_again_and_found(

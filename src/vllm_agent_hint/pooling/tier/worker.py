@@ -7,6 +7,8 @@ platform included; vLLM's worker needs a GPU.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,10 @@ class _Piece:
     file: ChunkFile | None
 
 
+_Read = dict[int, list[torch.Tensor]]
+"""Per piece that could be read: its pages, layer by layer."""
+
+
 @dataclass(slots=True)
 class _Job:
     job_id: int
@@ -46,6 +52,8 @@ class _Job:
     is_load: bool
     contents: list[bytes]
     """Of a save: what goes into the files."""
+    files: "Future[_Read] | None" = None
+    """Of a load from files: what is being read."""
     is_finished: bool = False
     """Whether it has happened and is only to be reported."""
 
@@ -55,7 +63,8 @@ class TorchTierWorker(OffloadingWorker):
 
     A throttle makes a transfer take as long as it would on a slower store, without keeping the
     engine waiting: a save has left the GPU cache when it is submitted, and only its end is late;
-    a load happens when it is due.
+    a load happens when it is due. Files are read in a thread of their own: a disk that hangs keeps
+    nobody waiting but who loads from it.
 
     Args:
         kv_caches: vLLM's ``CanonicalKVCaches``.
@@ -88,6 +97,7 @@ class TorchTierWorker(OffloadingWorker):
         self._clock = clock
         self._sleep = sleep
         self._jobs: deque[_Job] = deque()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="agent-hint-tier")
         self.failed_loads: dict[int, set[int]] = {}
         """GPU blocks that could not be loaded, by job id, until they are taken."""
         # Written once, so that the system gives the memory now and not in the middle of a save.
@@ -131,10 +141,10 @@ class TorchTierWorker(OffloadingWorker):
         finished: list[TransferResult] = []
         waiting: deque[_Job] = deque()
         for job in self._jobs:
-            if job.due_at > now and not job.is_finished:
-                waiting.append(job)
-                continue
             if not job.is_finished:
+                if not self._is_ready(job, now):
+                    waiting.append(job)
+                    continue
                 self._finish(job)
             seconds = max(now - job.started_at, 0.0)
             finished.append(TransferResult(job.job_id, True, job.num_bytes, seconds))
@@ -155,6 +165,7 @@ class TorchTierWorker(OffloadingWorker):
     def shutdown(self) -> None:
         """See ``OffloadingWorker``."""
         self._jobs.clear()
+        self._reader.shutdown(wait=False, cancel_futures=True)
 
     def take_failed_loads(self) -> dict[int, set[int]]:
         """GPU blocks that were not loaded although their job has ended, by job id."""
@@ -177,17 +188,45 @@ class TorchTierWorker(OffloadingWorker):
             # One transfer after the other, as on a single link.
             due_at = max(now, self._free_at[is_load]) + num_bytes / speed
             self._free_at[is_load] = due_at
-        self._jobs.append(_Job(job_id, pieces, num_bytes, now, due_at, is_load, contents))
+        job = _Job(job_id, pieces, num_bytes, now, due_at, is_load, contents)
+        self._jobs.append(job)
+        self._is_ready(job, now)
+
+    def _is_ready(self, job: _Job, now: float) -> bool:
+        """Whether a job can be finished without waiting. Begins to read files that are due."""
+        if job.due_at > now:
+            return False
+        self._begin_to_read(job)
+        return job.files is None or job.files.done()
+
+    def _begin_to_read(self, job: _Job) -> None:
+        is_filed = any(piece.chunk_id == NOT_IN_HOST for piece in job.pieces)
+        if job.is_load and is_filed and job.files is None:
+            job.files = self._reader.submit(self._read, list(job.pieces))
+
+    def _read(self, pieces: list[_Piece]) -> _Read:
+        """In the reader's thread: touches nothing but files and what it returns."""
+        found: _Read = {}
+        for k, piece in enumerate(pieces):
+            if piece.chunk_id == NOT_IN_HOST:
+                with suppress(DamagedChunkError):
+                    found[k] = self._pages_of_file(piece)
+        return found
 
     def _finish(self, job: _Job) -> None:
         if not job.is_load:
             self._write_files(job)
             return
+        self._begin_to_read(job)
+        read = {} if job.files is None else job.files.result()
         failed: set[int] = set()
-        for piece in job.pieces:
-            try:
-                self._load(piece)
-            except DamagedChunkError:
+        for k, piece in enumerate(job.pieces):
+            if piece.chunk_id != NOT_IN_HOST:
+                for gpu, host in self._pairs(piece):
+                    gpu.copy_(host)
+            elif k in read:
+                self._take_in(piece, read[k])
+            else:
                 failed.update(piece.block_ids)
         if failed:
             self.failed_loads[job.job_id] = failed
@@ -201,13 +240,9 @@ class TorchTierWorker(OffloadingWorker):
             except OSError:
                 continue
 
-    def _load(self, piece: _Piece) -> None:
-        if piece.chunk_id != NOT_IN_HOST:
-            for gpu, host in self._pairs(piece):
-                gpu.copy_(host)
-            return
+    def _take_in(self, piece: _Piece, layers: list[torch.Tensor]) -> None:
         refs = self._kv_caches.group_data_refs[piece.group]
-        for ref, pages in zip(refs, self._pages_of_file(piece), strict=True):
+        for ref, pages in zip(refs, layers, strict=True):
             target = self._kv_caches.tensors[ref.tensor_idx].tensor
             for block_id, page in zip(piece.block_ids, pages, strict=True):
                 target[block_id, : ref.page_size_bytes].copy_(page)
