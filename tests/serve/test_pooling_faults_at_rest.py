@@ -476,7 +476,9 @@ async def _all_at_once(
     server: TestServer, wanted: Sequence[tuple[str, str]]
 ) -> tuple[list[str], list[tuple[float, list[int]]]]:
     """Returns the operations, and of requests beside them the seconds and what they were told."""
-    limits = httpx.Limits(max_connections=100)
+    # httpx itself goes through all that wait for a connection, for each of them.
+    at_once = asyncio.Semaphore(100)
+    limits = httpx.Limits(max_connections=None)
     waits: list[tuple[float, list[int]]] = []
     async with httpx.AsyncClient(
         base_url=server.base_url, timeout=120, limits=limits, trust_env=False
@@ -484,7 +486,8 @@ async def _all_at_once(
 
         async def ask(session: str, kind: str) -> str:
             path = f"/v1/agent_hint/sessions/{session}"
-            response = await client.post(path, json={"edits": [{"type": kind}]})
+            async with at_once:
+                response = await client.post(path, json={"edits": [{"type": kind}]})
             assert response.status_code == 200, response.text
             return str(response.json()["operation_id"])
 
