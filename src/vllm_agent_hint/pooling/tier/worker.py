@@ -63,8 +63,8 @@ class TorchTierWorker(OffloadingWorker):
 
     A throttle makes a transfer take as long as it would on a slower store, without keeping the
     engine waiting: a save has left the GPU cache when it is submitted, and only its end is late;
-    a load happens when it is due. Files are read in a thread of their own: a disk that hangs keeps
-    nobody waiting but who loads from it.
+    a load happens when it is due. Files are read in a thread of their own: one whose reading takes
+    long keeps nobody waiting but who loads it.
 
     Args:
         kv_caches: vLLM's ``CanonicalKVCaches``.
