@@ -20,7 +20,9 @@ from vllm_agent_hint.cli.bench.pooling.arms import Arm, tokens
 WINDOW_SECONDS: Final = 2.5
 CLIENTS: Final = 3
 PROMPT_TOKENS: Final = 700
-REPLY_TOKENS: Final = 16
+REPLY_TOKENS: Final = (4, 22, 10, 28, 16)
+"""In turn. Clients that all want the same fall into step, and then share every batch: whatever
+comes between them, were it for nothing, would cost them that."""
 PARKED: Final = 10
 PARKED_TOKENS: Final = 4_000
 """Together four times the cache, so that each has been driven out when its turn comes again; one
@@ -140,7 +142,9 @@ def _requests_per_second(arm: Arm, seeds: Iterator[int]) -> float:
     def ask(_: int) -> float:
         done = 0
         while time.perf_counter() - began < WINDOW_SECONDS:
-            arm.answer(tokens(PROMPT_TOKENS, next(seeds)), REPLY_TOKENS)
+            seed = next(seeds)
+            reply = REPLY_TOKENS[seed % len(REPLY_TOKENS)]
+            arm.answer(tokens(PROMPT_TOKENS, seed), reply)
             done += 1
         return done / (time.perf_counter() - began)
 
