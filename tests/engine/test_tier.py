@@ -303,8 +303,9 @@ def test_chunks_that_host_memory_has_no_room_for_lie_in_the_directory(tmp_path: 
     before = cache.clone()
 
     worker.submit_load(2, spec, gpu([7, 8, 9, 10]))
-    worker.get_finished()
+    worker.wait({2})
 
+    assert [result.job_id for result in worker.get_finished()] == [2]
     assert torch.equal(cache[7:11], before[1:5])
     assert not worker.take_failed_loads()
 
@@ -321,12 +322,32 @@ def test_a_damaged_file_fails_its_blocks_and_no_others(tmp_path: Path, damage: s
         paths[1].write_bytes(other[damage])
 
     worker.submit_load(2, spec, gpu([7, 8, 9, 10]))
+    worker.wait({2})
 
     assert [result.success for result in worker.get_finished()] == [True]
     assert worker.take_failed_loads() == {2: {9, 10}}
     assert not paths[1].exists(), "nobody shall try it again"
     assert torch.equal(cache[7:9], before[1:3])
     assert torch.equal(cache[9:11], before[9:11])
+
+
+def test_a_file_that_hangs_keeps_the_worker_from_nothing_else(tmp_path: Path) -> None:
+    worker, cache, spec, paths = filed(tmp_path)
+    before = cache.clone()
+    content = paths[1].read_bytes()
+    paths[1].unlink()
+    os.mkfifo(paths[1])
+
+    worker.submit_load(2, spec, gpu([7, 8, 9, 10]))
+    worker.submit_store(3, gpu([1, 2]), TierSpec([0], []))
+    worker.submit_load(4, TierSpec([0], []), gpu([5, 6]))
+
+    assert [result.job_id for result in worker.get_finished()] == [3, 4]
+    assert torch.equal(cache[5:7], before[1:3])
+    assert torch.equal(cache[7:11], before[7:11])
+    paths[1].write_bytes(content)
+    worker.wait({2})
+    assert torch.equal(cache[7:11], before[1:5])
 
 
 def test_a_directory_that_can_not_be_written_costs_the_chunk_and_nothing_else(

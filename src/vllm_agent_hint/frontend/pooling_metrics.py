@@ -44,8 +44,10 @@ class PoolingMetrics:
         }
         self._bytes = Counter(
             prefix + "transfer_bytes",
+            # vLLM's connector reports bytes per step, of all its transfers in one sum.
             "KV cache bytes that offloads have saved and prefetches have loaded, reckoned from "
-            "their tokens.",
+            "their tokens; what the connector has moved for whomever is "
+            "vllm:kv_offload_load_bytes and vllm:kv_offload_store_bytes.",
             [*own, "operation"],
         )
         self._queued = Histogram(

@@ -232,9 +232,11 @@ class SessionAwarePoolingManager:
             if save not in self._saves:
                 continue  # What was waiting for another one has settled it meanwhile.
             is_late = self.now - save.began_at > self._settings.transfer_seconds
+            # What a request of its own has begun to save is not taken again, and not there yet.
             busy = any(
                 self._ask(self.store.is_saving, save_id, default=False)
-                for save_id, _, _ in save.parts
+                or self._loadable_tokens(content, if_it_fails=0) is None
+                for save_id, content, _ in save.parts
             )
             if busy and not is_late:
                 continue
@@ -472,9 +474,8 @@ class SessionAwarePoolingManager:
         found = self.tracker.get(session)
         return found is not None and found.keep_until > now
 
-    def _loadable_tokens(self, content: Content) -> int | None:
-        nothing: int | None = None
-        return self._ask(self.store.loadable_tokens, content, default=nothing)
+    def _loadable_tokens(self, content: Content, if_it_fails: int | None = None) -> int | None:
+        return self._ask(self.store.loadable_tokens, content, default=if_it_fails)
 
     def abandon(self, reason: str) -> None:
         """The store is not used any more: all that is under way has failed."""

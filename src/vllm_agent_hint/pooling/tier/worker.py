@@ -7,6 +7,8 @@ platform included; vLLM's worker needs a GPU.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,10 @@ class _Piece:
     file: ChunkFile | None
 
 
+_Read = dict[int, list[torch.Tensor]]
+"""Per piece that could be read: its pages, layer by layer."""
+
+
 @dataclass(slots=True)
 class _Job:
     job_id: int
@@ -46,6 +52,8 @@ class _Job:
     is_load: bool
     contents: list[bytes]
     """Of a save: what goes into the files."""
+    files: "Future[_Read] | None" = None
+    """Of a load from files: what is being read."""
     is_finished: bool = False
     """Whether it has happened and is only to be reported."""
 
@@ -55,7 +63,8 @@ class TorchTierWorker(OffloadingWorker):
 
     A throttle makes a transfer take as long as it would on a slower store, without keeping the
     engine waiting: a save has left the GPU cache when it is submitted, and only its end is late;
-    a load happens when it is due.
+    a load happens when it is due. Files are read in a thread of their own: one whose reading takes
+    long keeps nobody waiting but who loads it.
 
     Args:
         kv_caches: vLLM's ``CanonicalKVCaches``.
@@ -88,10 +97,14 @@ class TorchTierWorker(OffloadingWorker):
         self._clock = clock
         self._sleep = sleep
         self._jobs: deque[_Job] = deque()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="agent-hint-tier")
         self.failed_loads: dict[int, set[int]] = {}
         """GPU blocks that could not be loaded, by job id, until they are taken."""
+        # Written once, so that the system gives the memory now and not in the middle of a save.
         self._host = [
-            torch.zeros((num_chunks, blocks_per_chunk, tensor.page_size_bytes), dtype=torch.int8)
+            torch.empty(
+                (num_chunks, blocks_per_chunk, tensor.page_size_bytes), dtype=torch.int8
+            ).zero_()
             for tensor in kv_caches.tensors
         ]
 
@@ -107,13 +120,11 @@ class TorchTierWorker(OffloadingWorker):
         pieces = list(self._pieces(src_spec, dst_spec))
         contents: list[bytes] = []
         for piece in pieces:
-            pages = self._gpu_pages(piece)
             if piece.chunk_id != NOT_IN_HOST:
-                for index, page in pages:
-                    width = page.shape[1]
-                    self._host[index][piece.chunk_id, piece.slots, :width] = page
+                for gpu, host in self._pairs(piece):
+                    host.copy_(gpu)
             if piece.file is not None:
-                contents.append(_to_bytes(page for _, page in pages))
+                contents.append(self._content_for_file(piece))
         self._queue(job_id, pieces, contents, is_load=False)
         return True
 
@@ -130,10 +141,10 @@ class TorchTierWorker(OffloadingWorker):
         finished: list[TransferResult] = []
         waiting: deque[_Job] = deque()
         for job in self._jobs:
-            if job.due_at > now and not job.is_finished:
-                waiting.append(job)
-                continue
             if not job.is_finished:
+                if not self._is_ready(job, now):
+                    waiting.append(job)
+                    continue
                 self._finish(job)
             seconds = max(now - job.started_at, 0.0)
             finished.append(TransferResult(job.job_id, True, job.num_bytes, seconds))
@@ -154,6 +165,7 @@ class TorchTierWorker(OffloadingWorker):
     def shutdown(self) -> None:
         """See ``OffloadingWorker``."""
         self._jobs.clear()
+        self._reader.shutdown(wait=False, cancel_futures=True)
 
     def take_failed_loads(self) -> dict[int, set[int]]:
         """GPU blocks that were not loaded although their job has ended, by job id."""
@@ -176,17 +188,45 @@ class TorchTierWorker(OffloadingWorker):
             # One transfer after the other, as on a single link.
             due_at = max(now, self._free_at[is_load]) + num_bytes / speed
             self._free_at[is_load] = due_at
-        self._jobs.append(_Job(job_id, pieces, num_bytes, now, due_at, is_load, contents))
+        job = _Job(job_id, pieces, num_bytes, now, due_at, is_load, contents)
+        self._jobs.append(job)
+        self._is_ready(job, now)
+
+    def _is_ready(self, job: _Job, now: float) -> bool:
+        """Whether a job can be finished without waiting. Begins to read files that are due."""
+        if job.due_at > now:
+            return False
+        self._begin_to_read(job)
+        return job.files is None or job.files.done()
+
+    def _begin_to_read(self, job: _Job) -> None:
+        is_filed = any(piece.chunk_id == NOT_IN_HOST for piece in job.pieces)
+        if job.is_load and is_filed and job.files is None:
+            job.files = self._reader.submit(self._read, list(job.pieces))
+
+    def _read(self, pieces: list[_Piece]) -> _Read:
+        """In the reader's thread: touches nothing but files and what it returns."""
+        found: _Read = {}
+        for k, piece in enumerate(pieces):
+            if piece.chunk_id == NOT_IN_HOST:
+                with suppress(DamagedChunkError):
+                    found[k] = self._pages_of_file(piece)
+        return found
 
     def _finish(self, job: _Job) -> None:
         if not job.is_load:
             self._write_files(job)
             return
+        self._begin_to_read(job)
+        read = {} if job.files is None else job.files.result()
         failed: set[int] = set()
-        for piece in job.pieces:
-            try:
-                self._load(piece)
-            except DamagedChunkError:
+        for k, piece in enumerate(job.pieces):
+            if piece.chunk_id != NOT_IN_HOST:
+                for gpu, host in self._pairs(piece):
+                    gpu.copy_(host)
+            elif k in read:
+                self._take_in(piece, read[k])
+            else:
                 failed.update(piece.block_ids)
         if failed:
             self.failed_loads[job.job_id] = failed
@@ -200,18 +240,25 @@ class TorchTierWorker(OffloadingWorker):
             except OSError:
                 continue
 
-    def _load(self, piece: _Piece) -> None:
+    def _take_in(self, piece: _Piece, layers: list[torch.Tensor]) -> None:
         refs = self._kv_caches.group_data_refs[piece.group]
-        if piece.chunk_id != NOT_IN_HOST:
-            pages = [
-                self._host[ref.tensor_idx][piece.chunk_id, piece.slots, : ref.page_size_bytes]
-                for ref in refs
-            ]
-        else:
-            pages = self._pages_of_file(piece)
-        for ref, page in zip(refs, pages, strict=True):
+        for ref, pages in zip(refs, layers, strict=True):
             target = self._kv_caches.tensors[ref.tensor_idx].tensor
-            target[piece.block_ids, : ref.page_size_bytes] = page.to(target.device)
+            for block_id, page in zip(piece.block_ids, pages, strict=True):
+                target[block_id, : ref.page_size_bytes].copy_(page)
+
+    def _pairs(self, piece: _Piece) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Page by page: where it is in the GPU cache, and where in host memory.
+
+        One copy each, which is a ``memcpy``: torch's indexing by a list goes byte by byte, and
+        takes ten times as long. On the path of every save and load.
+        """
+        for ref in self._kv_caches.group_data_refs[piece.group]:
+            gpu = self._kv_caches.tensors[ref.tensor_idx].tensor
+            host = self._host[ref.tensor_idx][piece.chunk_id]
+            size = ref.page_size_bytes
+            for block_id, slot in zip(piece.block_ids, piece.slots, strict=True):
+                yield gpu[block_id, :size], host[slot, :size]
 
     def _pages_of_file(self, piece: _Piece) -> list[torch.Tensor]:
         """
@@ -232,17 +279,19 @@ class TorchTierWorker(OffloadingWorker):
             first += blocks * size
         return pages
 
-    def _gpu_pages(self, piece: _Piece) -> list[tuple[int, torch.Tensor]]:
-        """Per layer: which tensor, and the pages of the piece's blocks, in host memory."""
-        return [
-            (
-                ref.tensor_idx,
-                self._kv_caches.tensors[ref.tensor_idx]
-                .tensor[piece.block_ids, : ref.page_size_bytes]
-                .to("cpu"),
-            )
-            for ref in self._kv_caches.group_data_refs[piece.group]
-        ]
+    def _content_for_file(self, piece: _Piece) -> bytes:
+        """Layer after layer, the pages of the piece's blocks."""
+        refs = self._kv_caches.group_data_refs[piece.group]
+        content = torch.empty(
+            len(piece.block_ids) * sum(ref.page_size_bytes for ref in refs), dtype=torch.int8
+        )
+        first = 0
+        for ref in refs:
+            gpu, size = self._kv_caches.tensors[ref.tensor_idx].tensor, ref.page_size_bytes
+            for block_id in piece.block_ids:
+                content[first : first + size].copy_(gpu[block_id, :size])
+                first += size
+        return content.numpy().tobytes()
 
     def _pieces(self, gpu: Any, tier: TierSpec) -> Iterator[_Piece]:
         """Cut a transfer into chunks: per group, the blocks are logically contiguous."""
@@ -265,7 +314,3 @@ class TorchTierWorker(OffloadingWorker):
                 yield _Piece(group, ids, list(slots)[: len(ids)], chunk_ids[which], file)
             first_block += count
             first_chunk += -(-(count + skipped) // per_chunk)
-
-
-def _to_bytes(pages: Iterator[torch.Tensor]) -> bytes:
-    return b"".join(page.contiguous().view(torch.int8).numpy().tobytes() for page in pages)

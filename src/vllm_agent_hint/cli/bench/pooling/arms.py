@@ -1,10 +1,11 @@
-"""Three servers side by side: recompute, stock offloading on demand, and ours with prefetch."""
+"""Servers side by side: recompute, stock offloading on demand, ours with prefetch, a hybrid."""
 
 import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,10 +22,18 @@ from vllm_agent_hint.cli.demo.server import (
 
 BLOCKS: Final = 80
 """Of 128 tokens: a context, a flood that drives it out, and no more."""
-CONTEXT_TOKENS: Final = 6_000
+HYBRID_KIND: Final = "qwen3next"
+HYBRID_BLOCKS: Final = 60
+"""The same for a model whose contexts take blocks of two groups."""
 FLOOD_TOKENS: Final = 3_000
 FLOOD_REQUESTS: Final = 4
-HOST_BYTES: Final = 2_000_000_000
+HOST_BYTES: Final = 600_000_000
+TTL_SECONDS: Final = 900
+
+RECOMPUTE: Final = "recompute"
+STOCK: Final = "stock-offloading"
+OURS: Final = "ours"
+HYBRID: Final = "hybrid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,21 @@ class Answer:
     ttft: float
     cached_tokens: int
     token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Edited:
+    """What the first of some edits has come to.
+
+    Args:
+        status: Of its result.
+        tokens: That it has saved or brought.
+        operation_id: Of all of them.
+    """
+
+    status: str
+    tokens: int
+    operation_id: str
 
 
 class Arm:
@@ -72,7 +96,7 @@ class Arm:
             "return_token_ids": True,
         }
         if session_id is not None and self.parks:
-            body["agent_hint"] = {"session_id": session_id, "cache_control": {"ttl": 600}}
+            body["agent_hint"] = {"session_id": session_id, "cache_control": {"ttl": TTL_SECONDS}}
         first = 0.0
         usage: dict[str, Any] = {}
         said: list[int] = []
@@ -87,15 +111,33 @@ class Arm:
         details = usage.get("prompt_tokens_details") or {}
         return Answer(first, details.get("cached_tokens") or 0, tuple(said))
 
-    def edit(self, session_id: str, edit: str, wait_seconds: float = 0.0) -> tuple[str, str]:
-        """Run an edit. Returns its status and the operation's id."""
+    def answer(self, prompt: Sequence[int], max_tokens: int) -> None:
+        """A completion in one piece, of no session, of which nobody reads a word."""
+        body = {
+            "model": MODEL_NAME,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        self._client.post("/v1/completions", json=body).raise_for_status()
+
+    def edit(self, session_id: str, *edits: str, wait_seconds: float = 0.0) -> Edited:
+        """Run edits, one after the other."""
         response = self._client.post(
             f"/v1/agent_hint/sessions/{session_id}",
-            json={"edits": [{"type": edit}], "wait_seconds": wait_seconds},
+            json={"edits": [{"type": edit} for edit in edits], "wait_seconds": wait_seconds},
         )
         response.raise_for_status()
         report = response.json()
-        return report["results"][0]["status"], report["operation_id"]
+        first = report["results"][0]
+        return Edited(first["status"], first["tokens"], report["operation_id"])
+
+    def local_tokens(self, session_id: str) -> int:
+        """Of the session's latest context: what its cache would serve now."""
+        response = self._client.get(f"/v1/agent_hint/sessions/{session_id}")
+        response.raise_for_status()
+        return int(response.json()["residency"][0]["local"])
 
     def free(self, session_id: str) -> None:
         """The agent has done its work: what it has protected is not in the way of the next."""
@@ -113,7 +155,7 @@ class Arm:
     def flood(self, seed: int) -> None:
         """One-shot traffic that drives everything unprotected out of the cache."""
         for k in range(FLOOD_REQUESTS):
-            self.ask(tokens(FLOOD_TOKENS, seed * FLOOD_REQUESTS + k + 1_000_000), max_tokens=1)
+            self.answer(tokens(FLOOD_TOKENS, seed * FLOOD_REQUESTS + k + 1_000_000), max_tokens=1)
 
 
 def _events(chunks: Iterator[bytes]) -> Iterator[dict[str, Any]]:
@@ -136,30 +178,58 @@ def tokens(count: int, seed: int) -> list[int]:
     return prompt
 
 
+@dataclass(frozen=True, slots=True)
+class Arms:
+    """All servers; those that nobody asks anything take no time of the others."""
+
+    recompute: Arm
+    stock: Arm
+    ours: Arm
+    hybrid: Arm
+
+    @property
+    def of_resumes(self) -> tuple[Arm, ...]:
+        """Those whose resumes are compared."""
+        return self.recompute, self.stock, self.ours
+
+
 @contextmanager
-def running_arms(folder: Path, load_bytes_per_second: float, kind: str) -> Iterator[list[Arm]]:
-    """Recompute, stock and ours, in this order; each a ``vllm serve`` of its own."""
-    model = ensure_model(kind, folder / "models")
+def running_arms(folder: Path, load_bytes_per_second: float, kind: str) -> Iterator[Arms]:
+    """Each a ``vllm serve`` of its own, started side by side."""
     environment = server_environment(folder / "vllm-cache", on_gpu=False)
     off = {**environment, "VLLM_AGENT_HINT": "0"}
-    with ExitStack() as running:
+    tier = ["--kv-transfer-config", json.dumps(_tier(load_bytes_per_second))]
+    models = {one: ensure_model(one, folder / "models") for one in (kind, HYBRID_KIND)}
 
-        def start(name: str, env: Mapping[str, str], more: Sequence[str], *, parks: bool) -> Arm:
-            arguments = [
-                *("--max-model-len", "8192", "--num-gpu-blocks-override", str(BLOCKS)),
-                *more,
-            ]
-            server = running.enter_context(
-                running_server(model, folder / f"{name}.log", {**os.environ, **env}, arguments)
-            )
-            return Arm(name, server, parks=parks)
-
-        tier = ["--kv-transfer-config", json.dumps(_tier(load_bytes_per_second))]
-        yield [
-            start("recompute", off, [], parks=False),
-            start("stock-offloading", off, tier, parks=False),
-            start("ours", environment, tier, parks=True),
+    def server(
+        name: str, env: Mapping[str, str], more: Sequence[str], of: str = kind
+    ) -> AbstractContextManager[Server]:
+        arguments = [
+            *("--max-model-len", str(8_192 if of == kind else 4_096)),
+            *("--num-gpu-blocks-override", str(BLOCKS if of == kind else HYBRID_BLOCKS)),
+            *more,
         ]
+        log = folder / f"{name}.log"
+        return running_server(models[of], log, {**os.environ, **env}, arguments)
+
+    wanted = [
+        server(RECOMPUTE, off, []),
+        server(STOCK, off, tier),
+        server(OURS, environment, tier),
+        server(HYBRID, environment, tier, HYBRID_KIND),
+    ]
+    with ExitStack() as running, ThreadPoolExecutor(len(wanted)) as starting:
+        started = [starting.submit(one.__enter__) for one in wanted]
+        for one, future in zip(wanted, started, strict=True):
+            if future.exception() is None:
+                running.push(one)
+        recompute, stock, ours, hybrid = (future.result() for future in started)
+        yield Arms(
+            Arm(RECOMPUTE, recompute, parks=False),
+            Arm(STOCK, stock, parks=False),
+            Arm(OURS, ours, parks=True),
+            Arm(HYBRID, hybrid, parks=True),
+        )
 
 
 def _tier(load_bytes_per_second: float) -> dict[str, Any]:

@@ -10,9 +10,12 @@ from rich.console import Console
 
 def pooling(
     agents: Annotated[int, typer.Option(min=1, help="Agents whose second turn is timed.")] = 10,
-    windows: Annotated[
+    pairs: Annotated[
         int, typer.Option(min=1, help="Pairs of windows, with prefetches and without.")
-    ] = 12,
+    ] = 10,
+    hybrid_agents: Annotated[
+        int, typer.Option(min=1, help="Sessions of the hybrid model that are parked and resumed.")
+    ] = 5,
     load_rate: Annotated[
         float, typer.Option(min=0.01, help="Throttle of the tier: megabytes loaded per second.")
     ] = 24.0,
@@ -26,7 +29,7 @@ def pooling(
 ) -> None:
     """Resume after offload, flood and prefetch, beside recomputing and stock offloading.
 
-    Three servers run side by side. Exits with 1 if a bound is missed.
+    Four servers run side by side, in about six minutes. Exits with 1 if a bound is missed.
     """
     try:
         from vllm_agent_hint.cli.bench.pooling.command import run_pooling
@@ -37,7 +40,8 @@ def pooling(
         json_file,
         Console(),
         agents=agents,
-        windows=windows,
+        pairs=pairs,
+        hybrid_agents=hybrid_agents,
         load_mb_per_second=load_rate,
         kind=model,
         folder=folder,
