@@ -333,6 +333,18 @@ def test_an_evict_leaves_in_the_store_what_may_be_another_sessions(tmp_path: Pat
     second.assert_nothing_is_left()
 
 
+def test_what_a_range_evict_leaves_is_still_known_by_the_prompt_only(tmp_path: Path) -> None:
+    saved(tmp_path)
+    second = server(tmp_path, settings=Settings(ranges=True, prefetch_reserve=0.0))
+    prefetch(second, plain(RESUME))
+
+    second.done("here", {"type": "evict", "block_start": 8, "block_end": 12})
+
+    found = second.remote.spm.tracker.get(KEY)
+    assert (found.latest.num_tokens, found.origin) == (8 * BLOCK, Origin.PROMPT)
+    second.assert_nothing_is_left()
+
+
 def test_edits_that_go_before_are_over_before_the_prompt_is_asked_for(tmp_path: Path) -> None:
     saved(tmp_path)
     second = server(tmp_path, num_blocks=80)
