@@ -361,17 +361,16 @@ def test_edits_that_go_before_are_over_before_the_prompt_is_asked_for(tmp_path: 
     second.assert_nothing_is_left()
 
 
-def test_a_call_without_prompts_does_not_see_those_of_the_call_before(tmp_path: Path) -> None:
+def test_edits_behind_a_request_do_not_see_the_prompts_of_a_call(tmp_path: Path) -> None:
     saved(tmp_path)
     second = server(tmp_path)
-    second.call("edit", session_id="here", edits=[{"type": "evict"}], prompts=[plain(RESUME)])
+    second.call("edit", session_id="nobody", edits=[{"type": "evict"}], prompts=[plain(RESUME)])
 
-    fetched = prefetch(second)
+    # Too short to leave anything that could be recorded.
+    second.serve(prompt(3, BLOCK - 5), hint=hinted("here", None, "prefetch"))
 
-    assert (fetched["status"], fetched["reason"]) == (
-        "missing",
-        "nothing is recorded for this session",
-    )
+    assert second.cached_ids(CONTEXT) == [None] * 20
+    assert second.remote.counters.loaded_tokens == 0
     second.assert_nothing_is_left()
 
 
