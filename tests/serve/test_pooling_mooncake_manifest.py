@@ -70,10 +70,6 @@ def test_a_session_is_prefetched_where_it_has_never_been_by_manifest_and_by_prom
     flood(second)
     other = by_prompt(second, "another")
     (nobody,) = edit(second, "nobody", "prefetch")
-    edit(first, "agent", "evict")
-    time.sleep(0.5)
-    third = server(serve_in_full, environment, 2)
-    (evicted,) = edit(third, "agent", "prefetch")
 
     assert salted["status"] == "missing"
     assert (fetched["status"], fetched["tokens"]) == ("applied", WHOLE), fetched
@@ -81,6 +77,20 @@ def test_a_session_is_prefetched_where_it_has_never_been_by_manifest_and_by_prom
     assert before == after
     assert (other["status"], other["tokens"]) == ("applied", WHOLE), other
     assert nobody["status"] == "missing"
+
+
+def test_an_evict_takes_the_page_away_though_somebody_has_just_looked_at_it(
+    serve_in_full: Serve, master: Any
+) -> None:
+    environment, _ = master
+    first, second = (server(serve_in_full, environment, port) for port in (0, 1))
+    parked(first)
+
+    edit(second, "agent", "evict")
+    edit(first, "agent", "evict")
+    time.sleep(0.5)
+    (evicted,) = edit(second, "agent", "prefetch")
+
     assert evicted["status"] == "missing"
     assert evicted["reason"] == "nothing is recorded for this session"
 
