@@ -60,20 +60,22 @@ async def render_own_prompts(
         hint: What the body asks for.
 
     Returns:
-        A list of plain data, one item per prompt, or vLLM's error response. Empty where nothing
-        is to be prefetched, or nowhere from; where the body says nothing, as the RFC's own example
-        of a prefetch does; and where this vLLM renders in another way than expected.
+        A list of plain data, one item per prompt, or vLLM's error response. No more than a session
+        may run side by side: an engine hashes them between two steps. Empty where nothing is to be
+        prefetched, or nowhere from; where the body says nothing, as the RFC's own example of a
+        prefetch does; and where this vLLM renders in another way than expected.
 
     Raises:
         Exception: What the client has to correct, as vLLM raises it for any request.
     """
-    if not (_wants_prefetch(hint) and _has_connector(serving) and _says_something(request)):
-        return []
     try:
+        if not (_wants_prefetch(hint) and _has_connector(serving) and _says_something(request)):
+            return []
         found = await door.rendered(serving, request.model_copy())
         if not isinstance(found, Rendered):
             return found
-        requests = [_as_engine_request(serving, each, found.lora) for each in found.inputs]
+        inputs = found.inputs[: load_settings().max_lineages]
+        requests = [_as_engine_request(serving, each, found.lora) for each in inputs]
         return [plain for each in requests if (plain := _as_plain(each)) is not None]
     except Exception as error:
         if _is_the_clients(serving, error):
