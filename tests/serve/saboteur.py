@@ -51,10 +51,10 @@ def break_the_report(doors: Any) -> None:
 def break_the_answer(management: Any) -> None:
     run = management._run_edits
 
-    async def broken(serving: Any, request: Any, ours: Any) -> Any:
+    async def broken(serving: Any, request: Any, ours: Any, prompts: Any) -> Any:
         if ours.hint.session_id == "break-the-answer":
             raise RuntimeError("sabotage")
-        return await run(serving, request, ours)
+        return await run(serving, request, ours, prompts)
 
     management._run_edits = broken
 

@@ -4,12 +4,14 @@ import logging
 import math
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from typing import Any, Concatenate, ParamSpec
 
 from vllm_agent_hint.engine.loads import LoadQueue
+from vllm_agent_hint.engine.own_prompts import PromptHasher
 from vllm_agent_hint.engine.waking import Waker
 from vllm_agent_hint.hints import EditResult, EditStatus, EditType
 from vllm_agent_hint.hookspecs import kv_management, kv_store
@@ -82,6 +84,8 @@ class RemoteSessions:
         self.waker: Waker | None = None
         """Wakes the engine; None where that can't be done."""
         self._resumes = Resumes()
+        self._prompts: Sequence[Mapping[str, Any]] = ()
+        """Of the call whose edits are being started."""
         self.capability: SupportsSessionAwareKVManagement
         self.spm: SessionAwarePoolingManager | None = None
         direct = kv_management(scheduler.connector, settings)
@@ -108,8 +112,33 @@ class RemoteSessions:
         start = (
             self.capability.offload if edit.type is EditType.OFFLOAD else self.capability.prefetch
         )
+        if edit.type is EditType.PREFETCH and self.spm is not None and self._prompts:
+            start = partial(self.spm.prefetch, own=partial(self._contents_of, self._prompts))
         handle = self._start(lambda: start(key, span))
         handle.when_done(lambda outcome: done(_result(edit, outcome)))
+
+    @contextmanager
+    def prompts_at_hand(self, prompts: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+        """While edits are started: the prompts with which their session will be back."""
+        self._prompts = prompts
+        try:
+            yield
+        finally:
+            self._prompts = ()
+
+    def _contents_of(self, prompts: Sequence[Mapping[str, Any]]) -> list[Content]:
+        """What prompts would leave in a cache; nothing where they can't be hashed."""
+        needs_tokens = self.spm is not None and self.spm.store.needs_tokens
+        try:
+            hashed = [self._prompt_hasher.content_of(p, needs_tokens=needs_tokens) for p in prompts]
+        except Exception:
+            logger.exception("vllm-agent-hint: hashing the prompt of a prefetch failed")
+            return []
+        return [content for content in hashed if content.hashes]
+
+    @cached_property
+    def _prompt_hasher(self) -> PromptHasher:
+        return PromptHasher(self._scheduler)
 
     def evict(
         self, key: SessionKey, edit: Edit, done: Callable[[EditResult], None]

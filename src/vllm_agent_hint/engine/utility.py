@@ -7,6 +7,7 @@ tenant's sessions only.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, Self, TypeVar
 
@@ -36,6 +37,7 @@ class Call:
     Args:
         op: A key of ``_OPERATIONS``.
         tenant: Whom the front end speaks for.
+        prompts: With which the session will be back; see ``engine.own_prompts``.
         operation_id: Names an operation; empty where nobody will ask for it.
         at_once: Whether the caller can't wait for another step of the engine, as an offline
             engine in the caller's own process can't.
@@ -50,6 +52,7 @@ class Call:
     session_id: str
     cache_salt: str | None
     edits: tuple[ContextEdit, ...]
+    prompts: tuple[Mapping[str, Any], ...]
     operation_id: str
     at_once: bool
     limit: int
@@ -68,6 +71,7 @@ class Call:
             session_id=payload.get("session_id", ""),
             cache_salt=payload.get("cache_salt"),
             edits=tuple(ContextEdit.model_validate(edit) for edit in edits),
+            prompts=tuple(payload.get("prompts", ())),
             operation_id=payload.get("operation_id", ""),
             at_once=payload.get("at_once", False),
             limit=payload.get("limit", 0),
@@ -178,7 +182,9 @@ def _apply(
     block_size = hooks.manager.logical_block_size
     edits = [Edit.from_wire(edit, block_size) for edit in call.edits]
     results: Future[list[EditResult]] = Future()
-    run = hooks.sam.start_edits(call.key, edits, now, results.set_result)
+    remote = hooks.remote
+    with nullcontext() if remote is None else remote.prompts_at_hand(call.prompts):
+        run = hooks.sam.start_edits(call.key, edits, now, results.set_result)
     if call.at_once or hooks.is_paused:
         hooks.sam.finish_releases()
     if results.done():

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from vllm_agent_hint.frontend.carry import hint_in_body
-from vllm_agent_hint.frontend.chat import ChatDoor, empty_choice
+from vllm_agent_hint.frontend.chat import ChatDoor, empty_choice, rendered_chat
 from vllm_agent_hint.frontend.doors import arguments, pass_hinted
+from vllm_agent_hint.frontend.own_prompt import Rendered
 from vllm_agent_hint.frontend.reading import find_hint
 
 
@@ -36,6 +37,17 @@ class BatchChatDoor(ChatDoor):
 
     def engine_requests(self, request: Any) -> int:
         return len(request.messages)
+
+    async def rendered(self, serving: Any, request: Any) -> Any:
+        inputs: list[Any] = []
+        for messages in request.messages:
+            one = request.to_chat_completion_request(messages)
+            found = await rendered_chat(serving, one)
+            if not isinstance(found, Rendered):
+                return found
+            inputs += found.inputs
+        lora = serving._maybe_get_adapters(request, supports_default_mm_loras=True)
+        return Rendered(inputs, lora)
 
     def streams(self, request: Any) -> bool:
         """Its request class has no such field; a client may have sent one all the same."""

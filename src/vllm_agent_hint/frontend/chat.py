@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Final
 from vllm_agent_hint.frontend.carry import carried, hint_in_body
 from vllm_agent_hint.frontend.choices import ChoicesDoor
 from vllm_agent_hint.frontend.doors import arguments, pass_hinted
+from vllm_agent_hint.frontend.own_prompt import Rendered
 from vllm_agent_hint.frontend.reading import find_hint
 
 
@@ -36,6 +37,9 @@ class ChatDoor(ChoicesDoor):
     def engine_requests(self, request: Any) -> int:
         return request.n or 1
 
+    async def rendered(self, serving: Any, request: Any) -> Any:
+        return await rendered_chat(serving, request)
+
     def response(self, content: dict[str, Any]) -> Any:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
@@ -49,6 +53,18 @@ class ChatDoor(ChoicesDoor):
             {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None},
             {"index": 0, "delta": {}, "finish_reason": "stop"},
         ]
+
+
+async def rendered_chat(serving: Any, request: Any) -> Any:
+    """What ``OpenAIServingChat.render_chat_request`` makes of a chat request, without vLLM's cache
+    of multimodal items.
+    """
+    result = await serving.online_renderer.render_chat(request, skip_mm_cache=True)
+    if getattr(result, "error", None) is not None:
+        return result
+    _, engine_inputs = result
+    lora = serving._maybe_get_adapters(request, supports_default_mm_loras=True)
+    return Rendered(engine_inputs, lora)
 
 
 def empty_choice(index: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Final
 from vllm_agent_hint.frontend.carry import hint_in_body
 from vllm_agent_hint.frontend.choices import ChoicesDoor
 from vllm_agent_hint.frontend.doors import arguments, pass_hinted
+from vllm_agent_hint.frontend.own_prompt import Rendered
 from vllm_agent_hint.frontend.reading import find_hint
 
 
@@ -33,6 +34,12 @@ class CompletionDoor(ChoicesDoor):
     def engine_requests(self, request: Any) -> int:
         prompts = _count_prompts(request.prompt) + _count_prompts(request.prompt_embeds)
         return (request.n or 1) * max(prompts, 1)
+
+    async def rendered(self, serving: Any, request: Any) -> Any:
+        inputs = await serving.online_renderer.render_completion(request, skip_mm_cache=True)
+        if getattr(inputs, "error", None) is not None:
+            return inputs
+        return Rendered(inputs, serving._maybe_get_adapters(request))
 
     def response(self, content: dict[str, Any]) -> Any:
         from vllm.entrypoints.openai.completion.protocol import CompletionResponse

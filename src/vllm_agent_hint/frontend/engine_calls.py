@@ -67,6 +67,7 @@ def edit_call(
     *,
     tenant: str = DEFAULT_TENANT,
     at_once: bool = False,
+    prompts: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """The payload that runs a hint's edits now.
 
@@ -76,6 +77,7 @@ def edit_call(
         operation_id: Names the edits.
         tenant: Whose session it is.
         at_once: The engine takes no step while the caller waits.
+        prompts: With which the session will be back, as ``own_prompt`` renders them.
     """
     return {
         "op": "edit",
@@ -85,6 +87,7 @@ def edit_call(
         "edits": [edit.model_dump(mode="json", exclude_none=True) for edit in hint.edits],
         "operation_id": operation_id,
         "at_once": at_once,
+        "prompts": list(prompts),
     }
 
 

@@ -17,10 +17,11 @@ from vllm_agent_hint.frontend.engine_calls import (
     merge_results,
 )
 from vllm_agent_hint.frontend.fail_open import name_once
+from vllm_agent_hint.frontend.own_prompt import Renders, render_own_prompts
 
 
-class Shape(Protocol):
-    """How one API spells an answer that says nothing."""
+class Shape(Renders, Protocol):
+    """How one API spells an answer that says nothing, and a prompt."""
 
     def streams(self, request: Any) -> bool:
         """Whether the client is to get a stream."""
@@ -64,7 +65,9 @@ class EmptyTurn:
 async def answer(
     shape: Shape, serving: Any, request: Any, raw_request: Any, ours: CarriedHint
 ) -> Any:
-    """Run the edits on every engine and answer; nothing is rendered and no model runs.
+    """Run the edits on every engine and answer; no model runs.
+
+    Nothing is rendered but for a prefetch from a KV connector: see ``own_prompt``.
 
     Args:
         shape: The API's.
@@ -75,14 +78,18 @@ async def answer(
 
     Returns:
         What the API's router takes: its response, a generator of a stream, or an error (an
-        unknown model, as for any request).
+        unknown model, a prompt that is too long, as for any request).
     """
     wrong_model = await serving._check_model(request)
     if wrong_model is not None:
         return wrong_model
+    prompts = await render_own_prompts(shape, serving, request, ours.hint)
+    if getattr(prompts, "error", None) is not None:
+        return prompts
     try:
         turn = EmptyTurn(serving, request, raw_request)
-        report = {**ours.report, "results": await _run_edits(serving, request, ours)}
+        results = await _run_edits(serving, request, ours, prompts)
+        report = {**ours.report, "results": results}
         if shape.streams(request):
             return _stream(shape.empty_events(turn, report))
         return shape.empty_reply(turn, report)
@@ -101,11 +108,13 @@ async def _stream(events: Sequence[Any]) -> AsyncGenerator[Any, None]:
         yield event
 
 
-async def _run_edits(serving: Any, request: Any, ours: CarriedHint) -> list[dict[str, Any]]:
+async def _run_edits(
+    serving: Any, request: Any, ours: CarriedHint, prompts: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     if not ours.hint.edits:
         return []
     salt = getattr(request, "cache_salt", None)
-    payload = edit_call(ours.hint, salt, ours.operation_id, tenant=ours.tenant)
+    payload = edit_call(ours.hint, salt, ours.operation_id, tenant=ours.tenant, prompts=prompts)
     client = serving.engine_client
     results = merge_results(await call_engines(client, payload))
     management = ours.hint.context_management

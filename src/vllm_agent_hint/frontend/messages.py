@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
 
+from vllm_agent_hint.frontend.chat import rendered_chat
 from vllm_agent_hint.frontend.doors import arguments, pass_hinted
 from vllm_agent_hint.frontend.fail_open import name_once
 from vllm_agent_hint.frontend.identity import SESSION_FIELD
@@ -70,6 +71,18 @@ class MessagesDoor:
         if getattr(reply, "error", None) is not None:
             return reply
         return _reporting_message()(**dict(reply), **{HINT_KEY: report})
+
+    async def rendered(self, serving: Any, request: Any) -> Any:
+        """As stock counts the tokens of a message."""
+        effort = "none"
+        if request.thinking is not None and request.thinking.type == "disabled":
+            effort = await serving._get_disabled_thinking_effort()
+        chat = serving.to_chat_completion_request(
+            request,
+            merge_inline_system=serving._merge_inline_system,
+            disabled_thinking_effort=effort,
+        )
+        return await rendered_chat(serving, chat)
 
     def witness(self, request: Any, *, can_tell: bool) -> MessagesWitness:
         return MessagesWitness(can_tell=can_tell)

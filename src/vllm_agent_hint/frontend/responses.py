@@ -7,6 +7,7 @@ from typing import Any, Final
 from vllm_agent_hint.frontend.carry import as_client_error, hint_in_body
 from vllm_agent_hint.frontend.doors import arguments, pass_hinted
 from vllm_agent_hint.frontend.management import EmptyTurn
+from vllm_agent_hint.frontend.own_prompt import Rendered
 from vllm_agent_hint.frontend.reading import find_hint
 from vllm_agent_hint.frontend.witnesses import ResponsesWitness
 from vllm_agent_hint.hints import HINT_KEY, HintError
@@ -60,6 +61,22 @@ class ResponsesDoor:
         if getattr(reply, "error", None) is None:
             setattr(reply, HINT_KEY, report)
         return reply
+
+    async def rendered(self, serving: Any, request: Any) -> Any:
+        """As stock, with the turns before that it has stored."""
+        wrong = serving._validate_create_responses_input(request)
+        if wrong is not None:
+            return wrong
+        before = None
+        if request.previous_response_id is not None:
+            async with serving.response_store_lock:
+                before = serving.response_store.get(request.previous_response_id)
+            if before is None:
+                return serving._make_not_found_error(request.previous_response_id)
+        result = await serving._render_resolved_response_inputs(request, before, skip_mm_cache=True)
+        if getattr(result, "error", None) is not None:
+            return result
+        return Rendered([result.engine_input], serving._maybe_get_adapters(request))
 
     def witness(self, request: Any, *, can_tell: bool) -> ResponsesWitness:
         return ResponsesWitness(can_tell=can_tell)

@@ -20,9 +20,9 @@ from vllm_agent_hint.pooling.capability import (
 )
 from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.pooling.lanes import Lanes
-from vllm_agent_hint.pooling.manifest import IncompatibleError
+from vllm_agent_hint.pooling.manifest import IncompatibleError, Page
 from vllm_agent_hint.pooling.store import Loads, LocalCache, Store, Wish
-from vllm_agent_hint.pooling.tracker import Registration, SessionKeyTracker
+from vllm_agent_hint.pooling.tracker import Origin, Registration, SessionKeyTracker
 from vllm_agent_hint.sessions.intent import SessionKey
 from vllm_agent_hint.settings import Settings
 
@@ -34,6 +34,9 @@ KEEP_ALIVE_SLICE = 4_096
 SLICE_PAUSE_SECONDS = 0.05
 
 T = TypeVar("T")
+
+OwnContents = Callable[[], Sequence[Content]]
+"""The contexts that a session's own prompts would leave."""
 
 
 @dataclass(slots=True, eq=False)
@@ -138,15 +141,22 @@ class SessionAwarePoolingManager:
         return self._lanes.run(session, partial(self._start_offload, session, span))
 
     def prefetch(
-        self, session: SessionKey, span: Span, *, is_guess: bool = False
+        self, session: SessionKey, span: Span, *, own: OwnContents = tuple, is_guess: bool = False
     ) -> OperationHandle:
         """See ``SupportsSessionAwareKVManagement``.
 
         What lies before the span comes too: without it nothing of the span could be used.
+
+        Args:
+            session: Whose.
+            span: What of it.
+            own: The contexts with which the session will be back, asked for only if no request of
+                it has run here. They go before what a manifest says.
+            is_guess: Nobody has asked for it yet.
         """
         if reason := self.why_not(Operation.PREFETCH):
             return _ended(EditStatus.UNSUPPORTED, reason)
-        start = partial(self._start_prefetch, session, span, is_guess=is_guess)
+        start = partial(self._start_prefetch, session, span, own, is_guess=is_guess)
         return self._lanes.run(session, start)
 
     def evict(self, session: SessionKey, span: Span) -> OperationHandle:
@@ -182,26 +192,60 @@ class SessionAwarePoolingManager:
         manifest = self.store.manifest
         return session in self.tracker or (manifest is not None and manifest.holds(session))
 
-    def _learn_from_manifest(self, session: SessionKey) -> str:
-        """Take over what another server has noted of a session.
+    def _learn(self, session: SessionKey, own: Sequence[Content]) -> str:
+        """Take over what is said of a session that has not run here.
+
+        Its own prompts say best what it will ask for; how long it is kept stands in a manifest
+        only.
 
         Returns:
             Why there is nothing to take over; empty if there was.
         """
+        page, reason = self._page_of(session)
+        ttl = 0.0 if page is None else page.ttl
+        if own:
+            contents = [part for each in own if (part := self._part_there(each)).hashes]
+            origin, reason = Origin.PROMPT, STORE_HAS_NONE_OF_IT
+        else:
+            contents = [] if page is None else list(page.contents)
+            origin = Origin.MANIFEST
+        if not contents:
+            return reason
+        self._take_over(session, contents, ttl, origin)
+        return ""
+
+    def _page_of(self, session: SessionKey) -> tuple[Page | None, str]:
+        """What another server has noted of a session, or why there is nothing."""
         if self.store.manifest is None:
-            return _NOTHING_RECORDED
+            return None, _NOTHING_RECORDED
         try:
             page = self.store.manifest.read(session)
         except IncompatibleError as error:
-            return f"incompatible: {error}"
-        if page is None:
-            return _NOTHING_RECORDED
-        for content in page.contents:
-            self.tracker.register(session, content, self.now + page.ttl, at_most=len(page.contents))
-        self._claim(session, Claim.PROTECTED if page.ttl else Claim.ORDINARY)
-        if page.ttl:
+            return None, f"incompatible: {error}"
+        return page, _NOTHING_RECORDED
+
+    def _part_there(self, content: Content) -> Content:
+        """As much of a prompt as is anywhere: nobody has ever saved the rest.
+
+        All of it where the store can't tell without waiting.
+        """
+        loadable = self._loadable_tokens(content)
+        if loadable is None:
+            return content
+        return content.up_to(max(loadable, self._local.prefix_tokens(content)))
+
+    def _take_over(
+        self, session: SessionKey, contents: Sequence[Content], ttl: float, origin: Origin
+    ) -> None:
+        """Register what is said of a session that has not run here, in place of earlier hearsay."""
+        for content in contents:
+            keep_until = self.now + ttl
+            change = self.tracker.register(session, content, keep_until, at_most=len(contents))
+            self._let_go(change.orphans)
+        self.tracker.set_origin(session, origin)
+        self._claim(session, Claim.PROTECTED if ttl else Claim.ORDINARY)
+        if ttl:
             self._begin_keep_alive()
-        return ""
 
     # -- offload -------------------------------------------------------------------------------
 
@@ -300,24 +344,36 @@ class SessionAwarePoolingManager:
     # -- prefetch ------------------------------------------------------------------------------
 
     def _start_prefetch(
-        self, session: SessionKey, span: Span, *, is_guess: bool
+        self, session: SessionKey, span: Span, own: OwnContents, *, is_guess: bool
     ) -> OperationHandle:
         if self._gone:
             return _ended(EditStatus.FAILED, self._gone)
-        if session not in self.tracker and (reason := self._learn_from_manifest(session)):
-            return _ended(EditStatus.MISSING, reason)
         found = self.tracker.get(session)
-        assert found is not None
+        if found is None or found.origin is not Origin.RUN:
+            contents = own()
+            reason = self._learn(session, contents)
+            found = self.tracker.get(session)
+            if found is None or (contents and reason):
+                return _ended(EditStatus.MISSING, reason)
         wishes = self._wishes(session, found, span, is_guess=is_guess)
         if not wishes:
             return _ended(EditStatus.MISSING, "nothing is recorded for the range")
         whole = OperationHandle()
+        whole.when_done(partial(self._forget_if_nothing_came, session, found.version))
         for wish in wishes:
             wish.handle.when_done(lambda _: _finish_with_all(whole, wishes))
         for wish in wishes:
             if not wish.handle.is_done:
                 self._loads.ask(wish)
         return whole
+
+    def _forget_if_nothing_came(self, session: SessionKey, version: int, outcome: Outcome) -> None:
+        """Nobody else would: a session of which nothing has ever been here never ends here."""
+        found = self.tracker.get(session)
+        if found is None or found.version != version or found.origin is Origin.RUN:
+            return
+        if not outcome.tokens and found.keep_until <= self.now:
+            self._let_go(self.tracker.forget(session))
 
     def _wishes(
         self, session: SessionKey, found: Registration, span: Span, *, is_guess: bool
@@ -333,10 +389,11 @@ class SessionAwarePoolingManager:
             if loadable is not None:
                 reach = max(loadable, self._local.prefix_tokens(whole))
             part = whole.up_to(reach)
+            is_guessed = found.origin is Origin.PROMPT and loadable is None
             wish = Wish(
                 session=session,
                 content=part,
-                wanted_tokens=whole.num_servable,
+                wanted_tokens=0 if is_guessed else whole.num_servable,
                 ttl=max(0.0, found.keep_until - self.now),
                 handle=OperationHandle(),
                 wanted_at=self.now,
@@ -369,11 +426,15 @@ class SessionAwarePoolingManager:
                     session, content, found.keep_until, at_most=len(found.contents)
                 )
         if session in self.tracker:
+            self.tracker.set_origin(session, found.origin)
             self._note_in_manifest(session)
         elif self.store.manifest is not None:
             self._ask(self.store.manifest.forget, session, default=None)
         self.counters.orphaned_keys += len(beyond)
-        if reason := self.why_not(Operation.EVICT):
+        reason = self.why_not(Operation.EVICT)
+        if found.origin is Origin.PROMPT:
+            reason = reason or "what it holds of this prompt may be another session's"
+        if reason:
             self._ask(self.store.claim, beyond, Claim.DEAD, default=None)
             return _ended(EditStatus.UNSUPPORTED, reason)
         deleted = self._ask(self.store.delete, beyond, default=-1)
@@ -503,6 +564,7 @@ class SessionAwarePoolingManager:
 
 
 STORE_LOST_IT = "the store has nothing of it any more"
+STORE_HAS_NONE_OF_IT = "the store has nothing of this prompt"
 _NOTHING_RECORDED = "nothing is recorded for this session"
 
 _WORST_FIRST = (

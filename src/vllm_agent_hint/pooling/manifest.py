@@ -1,12 +1,12 @@
 """Which session has which content, kept beside the content for servers that have never seen it.
 
-A page per session in a directory that servers share. Its name is a digest of the session's full
-name, so that the directory tells nobody who the sessions are; what it holds are hashes.
+A page per session in a place that servers share: a directory (``pages``), or a store of their own
+(``adapters.mooncake_pages``). Its name is a digest of the session's full name, so that the place
+tells nobody who the sessions are; what it holds are hashes.
 """
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +17,9 @@ from threading import Lock
 from typing import Any, Final
 
 from vllm_agent_hint.pooling.capability import Content
+from vllm_agent_hint.pooling.pages import Pages, PagesInDirectory
 from vllm_agent_hint.sessions.intent import SessionKey
 
-_SUFFIX: Final = ".json"
-_KEPT_SECONDS: Final = 86_400.0
 _MAX_HASHES: Final = 1_000_000
 
 
@@ -42,13 +41,13 @@ class Page:
 
 
 class SessionManifest:
-    """The pages of all sessions in one directory.
+    """The pages of all sessions.
 
     They are written by a thread of its own, the latest of each session only: a step of the
     scheduler must not wait for a disk.
 
     Args:
-        folder: Where; made when the first page is written.
+        pages: Where. A folder stands for files in it, and is made when the first one is written.
         scheme: Names how this server makes hashes of tokens, which may be known only once it has
             begun to. Pages of another one are of no use.
         wall_clock: Seconds since the epoch: monotonic ones mean nothing to another server.
@@ -56,16 +55,16 @@ class SessionManifest:
 
     def __init__(
         self,
-        folder: Path,
+        pages: Pages | Path,
         scheme: Callable[[], str],
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._folder = folder
+        self._pages = PagesInDirectory(pages, wall_clock) if isinstance(pages, Path) else pages
         self._scheme = scheme
         self._wall_clock = wall_clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="agent-hint-manifest")
         self._lock = Lock()
-        self._wanted: dict[Path, dict[str, Any] | None] = {}
+        self._wanted: dict[str, tuple[dict[str, Any], float] | None] = {}
 
     def write(self, session: SessionKey, contents: list[Content], ttl: float) -> None:
         """Note what a session has, soon."""
@@ -74,11 +73,11 @@ class SessionManifest:
             "until": self._wall_clock() + ttl,
             "contents": [_as_plain(content) for content in contents],
         }
-        self._soon(self._path(session), page)
+        self._soon(_name(session), (page, ttl))
 
     def forget(self, session: SessionKey) -> None:
         """Delete a session's page, soon."""
-        self._soon(self._path(session), None)
+        self._soon(_name(session), None)
 
     def read(self, session: SessionKey) -> Page | None:
         """A session's page; None if there is none that could be read.
@@ -86,12 +85,12 @@ class SessionManifest:
         Raises:
             IncompatibleError: There is one, of another scheme.
         """
-        path = self._path(session)
+        name = _name(session)
         with self._lock:
-            if path in self._wanted and self._wanted[path] is None:
+            if name in self._wanted and self._wanted[name] is None:
                 return None
         try:
-            page = json.loads(path.read_bytes())
+            page = json.loads(self._pages.get(name))
             if page["scheme"] != self._scheme():
                 raise IncompatibleError("its hashes were made in another way than this server's")
             contents = tuple(_from_plain(plain, session) for plain in page["contents"])
@@ -104,43 +103,32 @@ class SessionManifest:
 
     def holds(self, session: SessionKey) -> bool:
         """Whether there is a page of a session, of whatever scheme."""
-        return self._path(session).exists()
+        return self._pages.holds(_name(session))
 
     def finish(self) -> None:
         """Wait until all is written. For tests, and when the server ends."""
         self._thread.submit(lambda: None).result()
 
-    def _path(self, session: SessionKey) -> Path:
-        name = hashlib.sha256(json.dumps(list(session)).encode()).hexdigest()
-        return self._folder / f"{name}{_SUFFIX}"
-
-    def _soon(self, path: Path, page: dict[str, Any] | None) -> None:
+    def _soon(self, name: str, wanted: tuple[dict[str, Any], float] | None) -> None:
         with self._lock:
-            is_queued = path in self._wanted
-            self._wanted[path] = page
+            is_queued = name in self._wanted
+            self._wanted[name] = wanted
         if not is_queued:
-            self._thread.submit(self._write_now, path)
+            self._thread.submit(self._write_now, name)
 
-    def _write_now(self, path: Path) -> None:
+    def _write_now(self, name: str) -> None:
         with self._lock:
-            page = self._wanted.pop(path)
+            wanted = self._wanted.pop(name)
         with suppress(OSError):
-            if page is None:
-                path.unlink(missing_ok=True)
+            if wanted is None:
+                self._pages.delete(name)
                 return
-            path.parent.mkdir(parents=True, exist_ok=True)
-            aside = path.with_name(f".{path.name}.{os.getpid()}")
-            aside.write_text(json.dumps(page))
-            aside.replace(path)
-            self._forget_old_pages()
+            page, ttl = wanted
+            self._pages.put(name, json.dumps(page).encode(), ttl)
 
-    def _forget_old_pages(self) -> None:
-        """Once in a while the directory loses pages of which nobody has heard for a day."""
-        if self._wall_clock() % 64 > 1:
-            return
-        for path in self._folder.glob(f"*{_SUFFIX}"):
-            if path.stat().st_mtime < self._wall_clock() - _KEPT_SECONDS:
-                path.unlink(missing_ok=True)
+
+def _name(session: SessionKey) -> str:
+    return hashlib.sha256(json.dumps(list(session)).encode()).hexdigest()
 
 
 def _as_plain(content: Content) -> dict[str, Any]:

@@ -3,11 +3,24 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import NamedTuple
 
 from vllm_agent_hint.pooling.capability import Content
 from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.sessions.intent import SessionKey
+
+
+class Origin(Enum):
+    """From where the contexts of a session are known."""
+
+    RUN = auto()
+    """Requests of it have run here."""
+    MANIFEST = auto()
+    """Another server has noted them."""
+    PROMPT = auto()
+    """Its client has sent the prompt with which it will be back; what the store has of that may
+    have been saved for somebody else."""
 
 
 @dataclass(slots=True)
@@ -19,12 +32,14 @@ class Registration:
         keep_until: Monotonic seconds until which they are kept alive.
         version: Grows with each turn.
         claim: What the store was told of them.
+        origin: From where they are known.
     """
 
     contents: list[Content]
     keep_until: float = 0.0
     version: int = 0
     claim: Claim = Claim.ORDINARY
+    origin: Origin = Origin.RUN
 
     @property
     def latest(self) -> Content:
@@ -111,6 +126,7 @@ class SessionKeyTracker:
         found.contents = kept[-max(1, at_most) :]
         found.keep_until = max(found.keep_until, keep_until)
         found.version += 1
+        found.origin = Origin.RUN
         fresh = content.hashes[common:]
         self._owners.update(fresh)
         self._size += len(fresh)
@@ -118,6 +134,10 @@ class SessionKeyTracker:
         while self._size > self._max_hashes and len(self._sessions) > 1:
             orphans += self.forget(next(iter(self._sessions)))
         return Change(fresh, orphans)
+
+    def set_origin(self, session: SessionKey, origin: Origin) -> None:
+        """Say that what was registered last is known from hearsay."""
+        self._sessions[session].origin = origin
 
     def forget(self, session: SessionKey) -> list[bytes]:
         """The session has given up its contexts.

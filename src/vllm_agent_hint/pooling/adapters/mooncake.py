@@ -2,8 +2,13 @@
 
 from typing import Any
 
+from vllm.v1.core import kv_cache_utils
+
+from vllm_agent_hint.pooling.adapters.mooncake_pages import MooncakePages
 from vllm_agent_hint.pooling.adapters.write_through import PROBE_ID, WriteThroughStore
 from vllm_agent_hint.pooling.capability import Content, Operation
+from vllm_agent_hint.pooling.manifest import SessionManifest
+from vllm_agent_hint.pooling.tier.files import namespace
 
 
 class MooncakeStore(WriteThroughStore):
@@ -21,6 +26,32 @@ class MooncakeStore(WriteThroughStore):
     def __init__(self, scheduler: Any, connector: Any) -> None:
         super().__init__(scheduler, connector)
         self._side = connector.connector_scheduler
+        self._config = scheduler.vllm_config
+        self.manifest = self._open_manifest()
+
+    def _open_manifest(self) -> SessionManifest | None:
+        """Beside the blocks, under a name that only servers share whose blocks are exchangeable.
+
+        ``"agent_hint_manifest": false`` in the connector's configuration does without the client
+        that it takes.
+        """
+        options = self._config.kv_transfer_config.kv_connector_extra_config
+        if not options.get("agent_hint_manifest", True):
+            return None
+        parts = {
+            "model": self._config.model_config.model.rstrip("/").split("/")[-1],
+            "cache_prefix": options.get("cache_prefix", ""),
+        }
+        return SessionManifest(MooncakePages(f"agent-hint@{namespace(parts)}"), self._hash_scheme)
+
+    def _hash_scheme(self) -> str:
+        return namespace(
+            {
+                "algorithm": self._config.cache_config.prefix_caching_hash_algo,
+                "begins_with": kv_cache_utils.NONE_HASH.hex(),
+                "unit": self._tokens_per_hash,
+            }
+        )
 
     def why_not(self, operation: Operation) -> str:
         """See ``Store``."""
