@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from vllm_agent_hint.pooling.adapters.write_through import PROBE_ID, WriteThroughStore
+from vllm_agent_hint.pooling.adapters.probe import PROBE_ID
+from vllm_agent_hint.pooling.adapters.write_through import WriteThroughStore
 from vllm_agent_hint.pooling.capability import Content, Operation
 
 

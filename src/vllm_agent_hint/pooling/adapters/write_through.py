@@ -8,14 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from vllm.sampling_params import SamplingParams
-from vllm.v1.request import Request
-
+from vllm_agent_hint.pooling.adapters.probe import request_of
 from vllm_agent_hint.pooling.capability import Content, Operation
 from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.pooling.manifest import SessionManifest
 
-PROBE_ID: Final = "agent-hint-probe"
 _LOOK_AGAIN_SECONDS: Final = 0.05
 
 
@@ -66,7 +63,7 @@ class WriteThroughStore(ABC):
 
     def loadable_tokens(self, content: Content) -> int | None:
         """See ``Store``. Asks as for a request, and leaves nothing behind."""
-        request = probe_request(content)
+        request = request_of(content)
         try:
             found, _ = self._connector.get_num_new_matched_tokens(request, 0)
         finally:
@@ -94,18 +91,3 @@ class WriteThroughStore(ABC):
     def delete(self, hashes: Iterable[bytes]) -> int:
         """See ``Store``. Such a store can't, and says so where it is asked what it can."""
         return 0
-
-
-def probe_request(content: Content) -> Any:
-    """A request with the content as its prompt and one token more, which nobody will run."""
-    request = Request(
-        request_id=PROBE_ID,
-        prompt_token_ids=[0] * (content.num_tokens + 1),
-        sampling_params=SamplingParams(max_tokens=1),
-        pooling_params=None,
-        lora_request=content.lora_request,
-        cache_salt=content.cache_salt,
-        block_hasher=None,
-    )
-    request.block_hashes = list(content.hashes)
-    return request
