@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from vllm.v1.core.kv_cache_utils import get_group_id
 
 from tests.engine.pooling_rig import PoolingClock
 from tests.engine.rig import BLOCK, hinted, prompt
@@ -73,6 +74,25 @@ def test_simple_cpu_saves_anew_what_its_pool_has_reused_meanwhile() -> None:
 
     assert (parked["status"], parked["tokens"]) == ("applied", WHOLE)
     assert loadable(engine) == WHOLE
+    engine.serve(prompt(3, 5 * BLOCK + 1))
+    assert loadable(engine) == 19 * BLOCK, "it goes from its end, once what was free is used"
+    engine.assert_nothing_is_left()
+
+
+def test_a_turn_while_its_context_is_saved_saves_no_second_copy() -> None:
+    engine = simple_cpu_engine(copies=41)
+    engine.serve(CONTEXT, hint=hinted("a", 600.0))
+    engine.remote.spm.store.delete(engine.remote.spm.tracker.owned_alone(engine.session("a").key))
+    engine.faults.is_silent = True
+    engine.ask("a", "offload")
+
+    request = engine.add([*CONTEXT[:WHOLE], 5], hint=hinted("a", 600.0))
+    while request in engine.scheduler.requests:
+        engine.step()
+
+    assert engine.copies.get_num_free_blocks() == 40 - 20
+    engine.faults.is_silent = False
+    engine.run()
     engine.assert_nothing_is_left()
 
 
@@ -85,6 +105,7 @@ def test_an_offload_to_simple_cpu_is_pending_until_its_worker_reports_the_copies
     assert [r["status"] for r in engine.ask("a", "offload")] == ["pending"]
     engine.steps(5)
     assert engine.pool.num_blocks_in[Zone.TTL] == 20
+    assert engine.pool.get_num_free_blocks() == 39 - 18, "copied ones are held"
     assert loadable(engine) == 0
     engine.faults.is_silent = False
     engine.run()
@@ -104,6 +125,17 @@ def test_a_pool_too_small_for_a_context_keeps_its_beginning_and_says_partial() -
 
     assert (parked["status"], parked["tokens"]) == ("partial", 8 * BLOCK)
     assert engine.pool.num_blocks_in[Zone.TTL] == 20
+    engine.assert_nothing_is_left()
+
+
+def test_a_save_never_takes_the_room_of_what_is_saved_already() -> None:
+    engine = simple_cpu_engine(copies=13)
+    engine.serve(CONTEXT, hint=hinted("a", 60.0))
+    assert loadable(engine) == 12 * BLOCK
+
+    (parked,) = engine.done("a", "offload")
+
+    assert (parked["status"], parked["tokens"]) == ("partial", 12 * BLOCK)
     engine.assert_nothing_is_left()
 
 
@@ -201,6 +233,9 @@ def test_copies_of_a_session_that_has_ended_go_before_older_ones() -> None:
 def test_simple_cpu_brings_back_windows_and_states_with_the_attention(kind: str) -> None:
     engine = simple_cpu_engine(num_blocks=100, kind=kind)
     engine.serve(CONTEXT, hint=hinted("a", 60.0))
+    engine.run()
+    keys = {copy.block_hash for copy in engine.copies.blocks if copy.block_hash}
+    assert len({get_group_id(key) for key in keys}) == (3 if kind == "all" else 2)
 
     (parked,) = engine.done("a", "offload")
     for family in range(20, 35):
@@ -212,6 +247,8 @@ def test_simple_cpu_brings_back_windows_and_states_with_the_attention(kind: str)
     assert (parked["status"], parked["tokens"]) == ("applied", WHOLE)
     assert (fetched["status"], fetched["tokens"]) == ("applied", WHOLE)
     assert found == WHOLE
+    engine.done("a", "evict")
+    assert not any(engine.copies.cached_block_hash_to_block.get_one_block(key) for key in keys)
     engine.assert_nothing_is_left()
 
 
