@@ -74,8 +74,8 @@ def test_simple_cpu_saves_anew_what_its_pool_has_reused_meanwhile() -> None:
 
     assert (parked["status"], parked["tokens"]) == ("applied", WHOLE)
     assert loadable(engine) == WHOLE
-    engine.serve(prompt(3, 5 * BLOCK + 1))
-    assert loadable(engine) == 19 * BLOCK, "it goes from its end, once what was free is used"
+    engine.serve(prompt(3, WHOLE + 1))
+    assert loadable(engine) == 4 * BLOCK, "it goes from its end, once what was free is used"
     engine.assert_nothing_is_left()
 
 
