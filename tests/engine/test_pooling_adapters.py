@@ -1,14 +1,17 @@
 """KV connectors of vLLM on its real scheduler: each saves, loses and brings back a context."""
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.v1.core.kv_cache_utils import get_group_id
 
-from tests.engine.pooling_rig import PoolingClock
+from tests.engine.pooling_rig import PoolingClock, PoolingEngine
 from tests.engine.rig import BLOCK, hinted, prompt
-from tests.engine.simple_cpu_rig import SimpleCPUEngine, simple_cpu_engine
+from tests.engine.simple_cpu_rig import simple_cpu_engine
+from tests.engine.vllm_tier_rig import assert_nothing_is_left, engine_over, finish, serve
 from vllm_agent_hint.kvcache.block import Zone
 from vllm_agent_hint.pooling.adapters.simple_cpu import SimpleCPUStore
 from vllm_agent_hint.settings import Settings
@@ -30,7 +33,7 @@ SAVES_LITTLE_BY_ITSELF: dict[str, Any] = {"lazy": True, "max_num_batched_tokens"
 """Lazy, and the next step takes a block at most."""
 
 
-def loadable(engine: SimpleCPUEngine, session: int = 0) -> int:
+def loadable(engine: PoolingEngine, session: int = 0) -> int:
     """Tokens of a session's latest context that its store could load."""
     key = list(engine.remote.spm.tracker)[session]
     content = engine.remote.spm.tracker.get(key).latest
@@ -289,3 +292,134 @@ def test_a_reset_of_the_connector_while_it_saves_fails_the_offload_and_keeps_not
 
     assert loadable(engine) == 0
     engine.assert_nothing_is_left()
+
+
+# -- OffloadingConnector over vLLM's own tiers -----------------------------------------------------
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> dict[str, Any]:
+    """Options of a tier of host memory with one of files below it."""
+    return {"secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}]}
+
+
+def chunks_in(folder: Path) -> list[Path]:
+    return list(folder.rglob("*.bin"))
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_vllm_s_cpu_tier_brings_back_what_was_offloaded_and_can_t_delete_it(
+    asynchronous: bool, policy: str
+) -> None:
+    extra = {"eviction_policy": policy}
+    with engine_over("CPUTier", extra, asynchronous=asynchronous) as engine:
+        assert type(engine.tier).__module__.startswith("vllm.")
+        serve(engine, CONTEXT, hint=hinted("a", 60.0), max_tokens=BLOCK)
+
+        parked = finish(engine, "a", "offload")
+        engine.flood()
+        lost = engine.cached_ids(CONTEXT)
+        fetched = finish(engine, "a", "prefetch")
+        found = serve(engine, [*CONTEXT, *[7] * BLOCK, 9], hint=hinted("a", 60.0))
+        (evicted,) = engine.done("a", "evict")
+
+        assert (parked["status"], parked["tokens"]) == ("applied", WHOLE + BLOCK)
+        assert lost == [None] * 20
+        assert (fetched["status"], fetched["tokens"]) == ("applied", WHOLE + BLOCK)
+        assert found == WHOLE + BLOCK
+        assert "CPUOffloadingManager can't delete" in evicted["reason"]
+        assert_nothing_is_left(engine)
+
+
+def test_what_vllm_s_cpu_tier_has_lost_makes_a_prefetch_missing() -> None:
+    with engine_over("CPUTier", chunks=25) as engine:
+        serve(engine, CONTEXT, hint=hinted("a", 600.0))
+        finish(engine, "a", "offload")
+        serve(engine, prompt(2, WHOLE + 1))
+        serve(engine, prompt(3, WHOLE + 1))
+        engine.flood()
+
+        assert finish(engine, "a", "prefetch")["status"] == "missing"
+        assert_nothing_is_left(engine)
+
+
+def test_keep_alive_touches_the_chunks_of_vllm_s_cpu_tier(clock: PoolingClock) -> None:
+    with engine_over("CPUTier", chunks=41) as engine:
+        serve(engine, CONTEXT, hint=hinted("a", 600.0))
+        serve(engine, prompt(2, WHOLE + 1))
+        clock.advance(60)
+        engine.remote.look()
+
+        serve(engine, prompt(3, 10 * BLOCK + 1))
+
+        counters = engine.remote.spm.counters
+        assert (counters.keep_alives, counters.keep_alive_losses) == (20, 0)
+        assert loadable(engine) == WHOLE
+        assert_nothing_is_left(engine)
+
+
+def test_keep_alive_counts_what_vllm_s_cpu_tier_has_lost(clock: PoolingClock) -> None:
+    with engine_over("CPUTier", chunks=20) as engine:
+        serve(engine, CONTEXT, hint=hinted("a", 600.0))
+        serve(engine, prompt(2, 5 * BLOCK + 1))
+        clock.advance(60)
+        engine.remote.look()
+
+        counters = engine.remote.spm.counters
+        assert (counters.keep_alives, counters.keep_alive_losses) == (15, 5)
+
+
+def test_a_prefetch_brings_up_from_vllm_s_disk_what_its_host_memory_has_lost(
+    on_disk: dict[str, Any], tmp_path: Path
+) -> None:
+    with engine_over("DiskTier", on_disk, chunks=25) as engine:
+        assert type(engine.tier).__name__ == "TieringOffloadingManager"
+        serve(engine, CONTEXT, hint=hinted("a", 600.0))
+        parked = finish(engine, "a", "offload")
+        for family in (2, 3):
+            serve(engine, prompt(family, WHOLE + 1))
+        assert len(chunks_in(tmp_path)) == 60
+        assert engine.cached_ids(CONTEXT) == [None] * 20
+
+        fetched = finish(engine, "a", "prefetch")
+        found = serve(engine, CONTEXT, hint=hinted("a", 600.0))
+
+        assert (parked["status"], parked["tokens"]) == ("applied", WHOLE)
+        assert (fetched["status"], fetched["tokens"]) == ("applied", WHOLE)
+        assert found == WHOLE
+        assert not any(request_id.startswith("agent-hint") for request_id in engine.ran)
+        assert_nothing_is_left(engine)
+
+
+def test_what_vllm_s_disk_has_lost_too_is_missing(on_disk: dict[str, Any], tmp_path: Path) -> None:
+    with engine_over("DiskTier", on_disk, chunks=25) as engine:
+        serve(engine, CONTEXT, hint=hinted("a", 600.0))
+        finish(engine, "a", "offload")
+        for family in (2, 3):
+            serve(engine, prompt(family, WHOLE + 1))
+        for chunk in chunks_in(tmp_path):
+            chunk.unlink()
+
+        assert finish(engine, "a", "prefetch")["status"] == "missing"
+        assert_nothing_is_left(engine)
+
+
+def test_keep_alive_over_vllm_s_disk_brings_nothing_up(
+    on_disk: dict[str, Any], clock: PoolingClock
+) -> None:
+    with engine_over("DiskTier", on_disk, chunks=25) as engine:
+        serve(engine, CONTEXT, hint=hinted("a", 600.0))
+        for family in (2, 3):
+            serve(engine, prompt(family, WHOLE + 1))
+        before = set(engine.tier.primary_tier._policy.chunks)
+        for _ in range(3):
+            clock.advance(60)
+            engine.remote.look()
+            engine.steps(3)
+            time.sleep(0.05)
+
+        assert set(engine.tier.primary_tier._policy.chunks) == before
+        assert not engine.tier.secondary_tiers[0]._lookup_manager._req_keys
+        assert engine.remote.spm.counters.keep_alive_losses == 0
+        assert_nothing_is_left(engine)

@@ -8,7 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    ReqContext,
+    get_offload_group_idx,
+    make_offload_key,
+)
 from vllm.v1.request import RequestStatus
 
 from vllm_agent_hint.pooling.adapters.probe import PROBE_ID, request_of
@@ -132,7 +137,11 @@ class OffloadingStore:
     # -- looking -------------------------------------------------------------------------------
 
     def loadable_tokens(self, content: Content) -> int | None:
-        """See ``Store``. Asks as for a request, and leaves nothing behind."""
+        """See ``Store``. Asks as for a request, and leaves nothing behind.
+
+        Of what lies in a tier below, the answer is that it can't be told without waiting. A load
+        asks anew with each step, until it has been brought up.
+        """
         request = _finished_request(content)
         self._connector.on_new_request(request)
         try:
@@ -146,7 +155,10 @@ class OffloadingStore:
     # -- keeping -------------------------------------------------------------------------------
 
     def refresh(self, hashes: Iterable[bytes]) -> tuple[int, int]:
-        """See ``Store``. Only attention keys: a checkpoint is not there for every block."""
+        """See ``Store``. Counts attention only: a checkpoint is not there for every block.
+
+        What lies in a tier below is neither found nor gone: to look there would bring it up.
+        """
         hashes = list(hashes)
         keys = list(self._keys(hashes, attention_only=True))
         per_chunk = [c.hashes_per_chunk for c in self._attention_groups]
@@ -155,12 +167,14 @@ class OffloadingStore:
             found = self._sessions.refresh(keys)
             self._sessions.refresh(self._keys(hashes, checkpoints_only=True))
             return found, max(0, expected - found)
-        context = ReqContext(req_id=PROBE_ID)
-        there = [
-            key for key in keys if self._side.manager.lookup(key, context) is not LookupResult.MISS
-        ]
-        self._side.manager.touch(there, context)
-        return len(there), max(0, expected - len(there))
+        manager = self._side.manager
+        top, context = getattr(manager, "primary_tier", manager), ReqContext(req_id=PROBE_ID)
+        keys += self._keys(hashes, checkpoints_only=True)
+        there = [key for key in keys if top.lookup(key, context) is not LookupResult.MISS]
+        manager.touch(there, context)
+        attention = {config.group_idx for config in self._attention_groups}
+        found = sum(get_offload_group_idx(key) in attention for key in there)
+        return found, 0 if self._has_tiers_below else max(0, expected - found)
 
     def claim(self, hashes: Iterable[bytes], claim: Claim) -> None:
         """See ``Store``. A tier that knows no claims goes by use alone."""
@@ -178,6 +192,10 @@ class OffloadingStore:
         return self._sessions.delete(self._keys(list(hashes)))
 
     # -- within --------------------------------------------------------------------------------
+
+    @property
+    def _has_tiers_below(self) -> bool:
+        return bool(getattr(self._side.manager, "secondary_tiers", ()))
 
     @property
     def _attention_groups(self) -> list[Any]:
