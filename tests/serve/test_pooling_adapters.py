@@ -1,5 +1,6 @@
 """Other KV connectors of vLLM, each on a real server that uses it."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,63 @@ def test_the_connectors_within_a_multi_connector_do_what_each_can(
     assert resumed.cached_tokens == 2_176
     assert evicted["status"] == "applied"
     assert "no adapter for ExampleConnector" in evicted["reason"]
+
+
+# -- vLLM's own tiers ------------------------------------------------------------------------------
+
+
+def vllm_tier(spec: str, host_bytes: int, **options: Any) -> dict[str, Any]:
+    """A tier of vLLM's with a worker that copies without a GPU; see ``tests.vllm_tiers``."""
+    where = {"spec_name": spec, "spec_module_path": "tests.vllm_tiers"}
+    return {**where, "cpu_bytes_to_use": host_bytes, **options}
+
+
+def with_tests_importable() -> dict[str, str]:
+    root = str(Path(__file__).parents[2])
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), root]))}
+
+
+@pytest.mark.parametrize("kind", ["dense", "window"])
+def test_vllm_s_cpu_tier_parks_a_session_and_gives_it_back(serve_in_full: Serve, kind: str) -> None:
+    model, blocks = KINDS[kind]
+    args = with_connector(blocks, extra=vllm_tier("CPUTier", 200_000_000))
+    server = serve_in_full(model, args, with_tests_importable())
+    server.complete(CONTEXT, HINT)
+
+    (parked,) = edit(server, "agent", "offload")
+    flood(server)
+    (fetched,) = edit(server, "agent", "prefetch")
+    resumed = server.complete([*CONTEXT, *tokens(100, 3)], HINT)
+    (evicted,) = edit(server, "agent", "evict")
+
+    assert (parked["status"], parked["tokens"]) == ("applied", 1_920)
+    assert (fetched["status"], fetched["tokens"]) == ("applied", 1_920)
+    assert resumed.cached_tokens == 1_920
+    assert "CPUOffloadingManager can't delete" in evicted["reason"]
+
+
+def test_a_prefetch_reaches_what_only_vllm_s_disk_tier_still_has(
+    serve_in_full: Serve, tmp_path: Path
+) -> None:
+    """Its host memory holds two prompts of the flood, so that the session lies on the disk."""
+    extra = vllm_tier(
+        "DiskTier", 12_000_000, secondary_tiers=[{"type": "fs", "root_dir": str(tmp_path)}]
+    )
+    server = serve_in_full("qwen3-small", with_connector(40, extra=extra), with_tests_importable())
+    said = server.complete(CONTEXT, HINT).token_ids
+
+    (parked,) = edit(server, "agent", "offload")
+    flood(server)
+    assert list(tmp_path.rglob("*.bin"))
+    (fetched,) = edit(server, "agent", "prefetch")
+    before = server.metrics().total("vllm:external_prefix_cache_hits_total")
+    resumed = server.complete(CONTEXT, HINT)
+    after = server.metrics().total("vllm:external_prefix_cache_hits_total")
+
+    assert (parked["status"], parked["tokens"]) == ("applied", 1_920)
+    assert (fetched["status"], fetched["tokens"]) == ("applied", 1_920)
+    assert (resumed.cached_tokens, resumed.token_ids) == (1_920, said)
+    assert before == after
 
 
 # -- Mooncake --------------------------------------------------------------------------------------
