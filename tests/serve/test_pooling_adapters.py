@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.serve.lmcache_rig import lmcache_environment, lmcache_server, why_no_lmcache
 from tests.serve.mooncake_rig import mooncake_master, why_no_mooncake
 from tests.serve.pooling_rig import KINDS, edit, flood, tier, with_connector
 from tests.serve.rig import Serve, tokens
@@ -196,3 +197,41 @@ def test_two_servers_over_one_mooncake_store_resume_each_other_s_sessions(
 
     assert resumed.cached_tokens == 1_920
     assert resumed.token_ids == said
+
+
+# -- LMCache ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lmcache(tmp_path: Path) -> Iterator[Any]:
+    if reason := why_no_lmcache(tmp_path):
+        pytest.skip(reason)
+    with lmcache_server(tmp_path) as (port, process):
+        yield port, process, lmcache_environment(tmp_path)
+
+
+def with_lmcache(port: int, **options: Any) -> list[str]:
+    extra = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port, **options}
+    return with_connector(40, "LMCacheMPConnector", extra)
+
+
+def test_an_lmcache_server_parks_a_session_and_gives_it_back(
+    serve_in_full: Serve, lmcache: Any
+) -> None:
+    port, _, environment = lmcache
+    server = serve_in_full("qwen3-small", with_lmcache(port), environment)
+    said = server.complete(CONTEXT, HINT).token_ids
+
+    (parked,) = edit(server, "agent", "offload")
+    flood(server)
+    (fetched,) = edit(server, "agent", "prefetch")
+    before = server.metrics().total("vllm:external_prefix_cache_hits_total")
+    resumed = server.complete(CONTEXT, HINT)
+    after = server.metrics().total("vllm:external_prefix_cache_hits_total")
+    (evicted,) = edit(server, "agent", "evict")
+
+    assert (parked["status"], parked["tokens"]) == ("applied", 1_920), parked
+    assert (fetched["status"], fetched["tokens"]) == ("applied", 1_920), fetched
+    assert (resumed.cached_tokens, resumed.token_ids) == (1_920, said)
+    assert before == after
+    assert "no delete" in evicted["reason"]

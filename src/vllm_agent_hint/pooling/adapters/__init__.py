@@ -26,6 +26,10 @@ def store_for(scheduler: Any, connector: Any) -> Store | None:
         from vllm_agent_hint.pooling.adapters.simple_cpu import SimpleCPUStore
 
         return SimpleCPUStore(scheduler, connector)
+    if "LMCacheMPConnector" in names:
+        from vllm_agent_hint.pooling.adapters.lmcache_mp import LMCacheMPStore
+
+        return LMCacheMPStore(scheduler, connector)
     if "MultiConnector" in names:
         from vllm_agent_hint.pooling.adapters.multi import multi_store
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from vllm_agent_hint.pooling.adapters.probe import request_of
+from vllm_agent_hint.pooling.adapters.probe import PROBE_ID, request_of
 from vllm_agent_hint.pooling.capability import Content, Operation
 from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.pooling.manifest import SessionManifest
@@ -29,6 +29,7 @@ class WriteThroughStore(ABC):
 
     def __init__(self, scheduler: Any, connector: Any) -> None:
         self._connector = connector
+        self._matched_tokens = connector.get_num_new_matched_tokens
         self._saves: dict[str, tuple[Content, float]] = {}
 
     @property
@@ -51,7 +52,7 @@ class WriteThroughStore(ABC):
         if save_id not in self._saves:
             return False
         content, look_at = self._saves[save_id]
-        if self._connector.has_pending_push_work():
+        if self._is_writing:
             now = time.monotonic()
             if now < look_at:
                 return True
@@ -61,14 +62,22 @@ class WriteThroughStore(ABC):
         del self._saves[save_id]
         return False
 
+    @property
+    def _is_writing(self) -> bool:
+        """Whether the connector has something to save that is not saved."""
+        return bool(self._connector.has_pending_push_work())
+
     def loadable_tokens(self, content: Content) -> int | None:
         """See ``Store``. Asks as for a request, and leaves nothing behind."""
-        request = request_of(content)
+        request = request_of(content, self._next_probe_id())
         try:
-            found, _ = self._connector.get_num_new_matched_tokens(request, 0)
+            found, _ = self._matched_tokens(request, 0)
         finally:
             self._forget(request)
         return None if found is None else int(found)
+
+    def _next_probe_id(self) -> str:
+        return PROBE_ID
 
     def _forget(self, request: Any) -> None:  # noqa: B027 - most have noted nothing
         """Take back what a look-up has noted for a request that will never come."""
