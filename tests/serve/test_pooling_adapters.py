@@ -1,6 +1,7 @@
 """Other KV connectors of vLLM, each on a real server that uses it."""
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -235,3 +236,55 @@ def test_an_lmcache_server_parks_a_session_and_gives_it_back(
     assert (resumed.cached_tokens, resumed.token_ids) == (1_920, said)
     assert before == after
     assert "no delete" in evicted["reason"]
+
+
+def test_what_a_look_up_has_locked_in_lmcache_is_given_back_and_keep_alive_is_one(
+    serve_in_full: Serve, lmcache: Any
+) -> None:
+    """A reset of the connector's cache clears what nobody has locked."""
+    port, _, environment = lmcache
+    more = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_AGENT_HINT_KEEP_ALIVE_SECONDS": "0.3"}
+    server = serve_in_full("qwen3-small", with_lmcache(port), {**environment, **more})
+    server.complete(CONTEXT, HINT)
+    assert edit(server, "agent", "offload")[0]["status"] == "applied"
+    time.sleep(1.0)
+    flood(server)
+    kept = server.metrics().total("vllm:agent_hint_keep_alives_total")
+    lost = server.metrics().total("vllm:agent_hint_keep_alive_losses_total")
+
+    assert server.post("/reset_prefix_cache?reset_external=true").status_code == 200
+
+    assert kept >= 15
+    assert lost == 0
+    assert edit(server, "agent", "prefetch")[0]["status"] == "missing"
+
+
+def test_an_lmcache_server_that_dies_costs_transfers_and_no_request(
+    serve_in_full: Serve, lmcache: Any
+) -> None:
+    port, process, environment = lmcache
+    quick = {"lmcache.mp.mq_timeout": 2.0, "lmcache.mp.heartbeat_interval": 1.0}
+    server = serve_in_full("qwen3-small", with_lmcache(port, **quick), environment)
+    said = server.complete(CONTEXT, HINT).token_ids
+    assert edit(server, "agent", "offload")[0]["status"] == "applied"
+    flood(server)
+    process.kill()
+
+    (fetched,) = edit(server, "agent", "prefetch")
+
+    assert fetched["status"] in ("missing", "failed"), fetched
+    assert server.complete(CONTEXT, HINT).token_ids == said
+
+
+def test_larger_chunks_of_lmcache_than_blocks_make_an_offload_partial(
+    serve_in_full: Serve, tmp_path: Path
+) -> None:
+    if reason := why_no_lmcache(tmp_path):
+        pytest.skip(reason)
+    with lmcache_server(tmp_path, chunk_size=256) as (port, _):
+        server = serve_in_full("qwen3-small", with_lmcache(port), lmcache_environment(tmp_path))
+        server.complete(CONTEXT, HINT)
+
+        (parked,) = edit(server, "agent", "offload")
+
+        assert (parked["status"], parked["tokens"]) == ("partial", 1_792)
