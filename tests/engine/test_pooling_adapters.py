@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.kv_cache_utils import get_group_id
 
+from tests.engine import ascend_rig
 from tests.engine.pooling_rig import PoolingClock, PoolingEngine
 from tests.engine.rig import BLOCK, hinted, prompt
 from tests.engine.simple_cpu_rig import simple_cpu_engine
@@ -423,3 +424,64 @@ def test_keep_alive_over_vllm_s_disk_brings_nothing_up(
         assert not engine.tier.secondary_tiers[0]._lookup_manager._req_keys
         assert engine.remote.spm.counters.keep_alive_losses == 0
         assert_nothing_is_left(engine)
+
+
+# -- AscendStore -----------------------------------------------------------------------------------
+
+needs_ascend = pytest.mark.skipif(not ascend_rig.SITE, reason="vllm-ascend's source is not here")
+
+
+@needs_ascend
+def test_ascend_store_s_scheduler_side_brings_back_what_its_metadata_had_saved() -> None:
+    with ascend_rig.ascend_engine() as engine:
+        engine.serve(CONTEXT, hint=hinted("a", 600.0))
+        (parked,) = engine.done("a", "offload")
+        engine.flood()
+        lost = engine.cached_ids(CONTEXT)
+        (fetched,) = engine.done("a", "prefetch")
+        found = engine.serve(CONTEXT, hint=hinted("a", 600.0))
+        (evicted,) = engine.done("a", "evict")
+
+        assert type(engine.scheduler.connector).__module__.startswith("vllm_ascend.")
+        assert (parked["status"], parked["tokens"]) == ("applied", WHOLE), parked
+        assert lost == [None] * 20
+        assert (fetched["status"], fetched["tokens"]) == ("applied", WHOLE), fetched
+        assert found == WHOLE
+        assert "no delete" in evicted["reason"]
+        assert not engine.scheduler.connector.connector_scheduler.load_specs
+        assert not engine.scheduler.requests
+        assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
+
+
+@needs_ascend
+def test_what_the_ascend_pool_has_lost_makes_a_prefetch_partial_and_then_missing() -> None:
+    with ascend_rig.ascend_engine() as engine:
+        engine.serve(CONTEXT, hint=hinted("a", 600.0))
+        engine.done("a", "offload")
+        engine.flood()
+        saved = list(engine.worker.pages)
+        key = next(iter(engine.remote.spm.tracker))
+        hashes = [h.hex() for h in engine.remote.spm.tracker.get(key).latest.hashes]
+        assert set(hashes) <= set(saved)
+
+        del engine.worker.pages[hashes[12]]
+        (partial,) = engine.done("a", "prefetch")
+        assert engine.scheduler.reset_prefix_cache()
+        engine.worker.pages.clear()
+        (missing,) = engine.done("a", "prefetch")
+
+        assert (partial["status"], partial["tokens"]) == ("partial", 12 * BLOCK)
+        assert missing["status"] == "missing"
+
+
+@needs_ascend
+def test_without_load_async_ascend_store_can_only_confirm() -> None:
+    with ascend_rig.ascend_engine(load_async=False) as engine:
+        engine.serve(CONTEXT, hint=hinted("a", 600.0))
+
+        (parked,) = engine.done("a", "offload")
+        (fetched,) = engine.done("a", "prefetch")
+
+        assert parked["status"] == "applied"
+        assert fetched["status"] == "unsupported"
+        assert "load_async is off" in fetched["reason"]

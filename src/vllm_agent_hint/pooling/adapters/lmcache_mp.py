@@ -37,7 +37,6 @@ class LMCacheMPStore(WriteThroughStore):
 
     def __init__(self, scheduler: Any, connector: Any) -> None:
         super().__init__(scheduler, connector)
-        self._scheduler = scheduler
         self._contents: OrderedDict[bytes, Content] = OrderedDict()
         """What somebody has asked about, by its last hash: hashes alone are no keys here."""
         self._probe_ids = count()
@@ -55,11 +54,6 @@ class LMCacheMPStore(WriteThroughStore):
         """See ``Store``."""
         self._note(content)
         super().start_save(save_id, content, blocks)
-
-    @property
-    def _is_writing(self) -> bool:
-        """Requests that have ended stay until what they have left is saved."""
-        return any(request.is_finished() for request in self._scheduler.requests.values())
 
     def loadable_tokens(self, content: Content) -> int | None:
         """See ``Store``."""

@@ -28,6 +28,7 @@ class WriteThroughStore(ABC):
     manifest: SessionManifest | None = None
 
     def __init__(self, scheduler: Any, connector: Any) -> None:
+        self._scheduler = scheduler
         self._connector = connector
         self._matched_tokens = connector.get_num_new_matched_tokens
         self._saves: dict[str, tuple[Content, float]] = {}
@@ -64,8 +65,13 @@ class WriteThroughStore(ABC):
 
     @property
     def _is_writing(self) -> bool:
-        """Whether the connector has something to save that is not saved."""
-        return bool(self._connector.has_pending_push_work())
+        """Whether the connector has something to save that is not saved.
+
+        A request that has ended stays with vLLM for as long as its connector reads its blocks.
+        """
+        if self._connector.has_pending_push_work():
+            return True
+        return any(request.is_finished() for request in self._scheduler.requests.values())
 
     def loadable_tokens(self, content: Content) -> int | None:
         """See ``Store``. Asks as for a request, and leaves nothing behind."""
