@@ -22,6 +22,18 @@ def store_for(scheduler: Any, connector: Any) -> Store | None:
         from vllm_agent_hint.pooling.adapters.mooncake import MooncakeStore
 
         return MooncakeStore(scheduler, connector)
+    if "SimpleCPUOffloadConnector" in names:
+        from vllm_agent_hint.pooling.adapters.simple_cpu import SimpleCPUStore
+
+        return SimpleCPUStore(scheduler, connector)
+    if "LMCacheMPConnector" in names:
+        from vllm_agent_hint.pooling.adapters.lmcache_mp import LMCacheMPStore
+
+        return LMCacheMPStore(scheduler, connector)
+    if "AscendStoreConnector" in names:
+        from vllm_agent_hint.pooling.adapters.ascend_store import AscendStore
+
+        return AscendStore(scheduler, connector)
     if "MultiConnector" in names:
         from vllm_agent_hint.pooling.adapters.multi import multi_store
 

@@ -5,20 +5,23 @@ this project also knows claims and deletes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any
 
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    ReqContext,
+    get_offload_group_idx,
+    make_offload_key,
+)
+from vllm.v1.request import RequestStatus
 
+from vllm_agent_hint.pooling.adapters.probe import PROBE_ID, request_of
 from vllm_agent_hint.pooling.capability import Content, Operation
 from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.pooling.manifest import SessionManifest
 from vllm_agent_hint.pooling.tier.files import namespace
 from vllm_agent_hint.pooling.tier.manager import SessionAwareOffloadingManager
-
-_PROBE_ID: Final = "agent-hint-probe"
 
 
 class OffloadingStore:
@@ -79,7 +82,7 @@ class OffloadingStore:
 
     def start_save(self, save_id: str, content: Content, blocks: Sequence[Sequence[int]]) -> None:
         """See ``Store``."""
-        request = self._finished_request(save_id, content)
+        request = _finished_request(content, save_id)
         self._connector.on_new_request(request)
         status = self._side._req_status[save_id]
         status.update_offload_keys()
@@ -134,13 +137,17 @@ class OffloadingStore:
     # -- looking -------------------------------------------------------------------------------
 
     def loadable_tokens(self, content: Content) -> int | None:
-        """See ``Store``. Asks as for a request, and leaves nothing behind."""
-        request = self._finished_request(_PROBE_ID, content)
+        """See ``Store``. Asks as for a request, and leaves nothing behind.
+
+        Of what lies in a tier below, the answer is that it can't be told without waiting. A load
+        asks anew with each step, until it has been brought up.
+        """
+        request = _finished_request(content)
         self._connector.on_new_request(request)
         try:
             found, _ = self._side.get_num_new_matched_tokens(request, 0)
         finally:
-            status = self._side._req_status.pop(_PROBE_ID, None)
+            status = self._side._req_status.pop(PROBE_ID, None)
             if status is not None:
                 self._side.manager.on_request_finished(status.req_context)
         return None if found is None else int(found)
@@ -148,7 +155,10 @@ class OffloadingStore:
     # -- keeping -------------------------------------------------------------------------------
 
     def refresh(self, hashes: Iterable[bytes]) -> tuple[int, int]:
-        """See ``Store``. Only attention keys: a checkpoint is not there for every block."""
+        """See ``Store``. Counts attention only: a checkpoint is not there for every block.
+
+        What lies in a tier below is neither found nor gone: to look there would bring it up.
+        """
         hashes = list(hashes)
         keys = list(self._keys(hashes, attention_only=True))
         per_chunk = [c.hashes_per_chunk for c in self._attention_groups]
@@ -157,12 +167,14 @@ class OffloadingStore:
             found = self._sessions.refresh(keys)
             self._sessions.refresh(self._keys(hashes, checkpoints_only=True))
             return found, max(0, expected - found)
-        context = ReqContext(req_id=_PROBE_ID)
-        there = [
-            key for key in keys if self._side.manager.lookup(key, context) is not LookupResult.MISS
-        ]
-        self._side.manager.touch(there, context)
-        return len(there), max(0, expected - len(there))
+        manager = self._side.manager
+        top, context = getattr(manager, "primary_tier", manager), ReqContext(req_id=PROBE_ID)
+        keys += self._keys(hashes, checkpoints_only=True)
+        there = [key for key in keys if top.lookup(key, context) is not LookupResult.MISS]
+        manager.touch(there, context)
+        attention = {config.group_idx for config in self._attention_groups}
+        found = sum(get_offload_group_idx(key) in attention for key in there)
+        return found, 0 if self._has_tiers_below else max(0, expected - found)
 
     def claim(self, hashes: Iterable[bytes], claim: Claim) -> None:
         """See ``Store``. A tier that knows no claims goes by use alone."""
@@ -180,6 +192,10 @@ class OffloadingStore:
         return self._sessions.delete(self._keys(list(hashes)))
 
     # -- within --------------------------------------------------------------------------------
+
+    @property
+    def _has_tiers_below(self) -> bool:
+        return bool(getattr(self._side.manager, "secondary_tiers", ()))
 
     @property
     def _attention_groups(self) -> list[Any]:
@@ -208,20 +224,12 @@ class OffloadingStore:
             for h in hashes:
                 yield make_offload_key(h, config.group_idx)
 
-    def _finished_request(self, request_id: str, content: Content) -> Any:
-        """A request that has run, with the content as its prompt and one token more."""
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=[0] * (content.num_tokens + 1),
-            sampling_params=SamplingParams(max_tokens=1),
-            pooling_params=None,
-            lora_request=content.lora_request,
-            cache_salt=content.cache_salt,
-            block_hasher=None,
-        )
-        request.block_hashes = list(content.hashes)
-        request.status = RequestStatus.FINISHED_STOPPED
-        return request
+
+def _finished_request(content: Content, request_id: str = PROBE_ID) -> Any:
+    """A request that has run: such a one may be saved."""
+    request = request_of(content, request_id)
+    request.status = RequestStatus.FINISHED_STOPPED
+    return request
 
 
 def _whole_chunks(ids: list[int], per_chunk: int) -> list[int]:

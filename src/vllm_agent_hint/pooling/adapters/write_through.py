@@ -8,14 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from vllm.sampling_params import SamplingParams
-from vllm.v1.request import Request
-
+from vllm_agent_hint.pooling.adapters.probe import PROBE_ID, request_of
 from vllm_agent_hint.pooling.capability import Content, Operation
 from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.pooling.manifest import SessionManifest
 
-PROBE_ID: Final = "agent-hint-probe"
 _LOOK_AGAIN_SECONDS: Final = 0.05
 
 
@@ -31,7 +28,9 @@ class WriteThroughStore(ABC):
     manifest: SessionManifest | None = None
 
     def __init__(self, scheduler: Any, connector: Any) -> None:
+        self._scheduler = scheduler
         self._connector = connector
+        self._matched_tokens = connector.get_num_new_matched_tokens
         self._saves: dict[str, tuple[Content, float]] = {}
 
     @property
@@ -54,7 +53,7 @@ class WriteThroughStore(ABC):
         if save_id not in self._saves:
             return False
         content, look_at = self._saves[save_id]
-        if self._connector.has_pending_push_work():
+        if self._is_writing:
             now = time.monotonic()
             if now < look_at:
                 return True
@@ -64,14 +63,27 @@ class WriteThroughStore(ABC):
         del self._saves[save_id]
         return False
 
+    @property
+    def _is_writing(self) -> bool:
+        """Whether the connector has something to save that is not saved.
+
+        A request that has ended stays with vLLM for as long as its connector reads its blocks.
+        """
+        if self._connector.has_pending_push_work():
+            return True
+        return any(request.is_finished() for request in self._scheduler.requests.values())
+
     def loadable_tokens(self, content: Content) -> int | None:
         """See ``Store``. Asks as for a request, and leaves nothing behind."""
-        request = probe_request(content)
+        request = request_of(content, self._next_probe_id())
         try:
-            found, _ = self._connector.get_num_new_matched_tokens(request, 0)
+            found, _ = self._matched_tokens(request, 0)
         finally:
             self._forget(request)
         return None if found is None else int(found)
+
+    def _next_probe_id(self) -> str:
+        return PROBE_ID
 
     def _forget(self, request: Any) -> None:  # noqa: B027 - most have noted nothing
         """Take back what a look-up has noted for a request that will never come."""
@@ -94,18 +106,3 @@ class WriteThroughStore(ABC):
     def delete(self, hashes: Iterable[bytes]) -> int:
         """See ``Store``. Such a store can't, and says so where it is asked what it can."""
         return 0
-
-
-def probe_request(content: Content) -> Any:
-    """A request with the content as its prompt and one token more, which nobody will run."""
-    request = Request(
-        request_id=PROBE_ID,
-        prompt_token_ids=[0] * (content.num_tokens + 1),
-        sampling_params=SamplingParams(max_tokens=1),
-        pooling_params=None,
-        lora_request=content.lora_request,
-        cache_salt=content.cache_salt,
-        block_hasher=None,
-    )
-    request.block_hashes = list(content.hashes)
-    return request
