@@ -2,13 +2,14 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help env demo server test test-faults lint format bench clean
+.PHONY: help env stores demo server test test-faults lint format bench clean
 
 help:
 	@echo "make demo    vLLM with hints off and on under the same load: a table, out/demo.json, out/demo.html"
 	@echo "make server  the demo's server on 127.0.0.1:8000, for the examples"
 	@echo "make test    ruff, mypy and every test, the ones with a real server included"
 	@echo "make test-faults  plant faults in copies of the checkout: which test catches each?"
+	@echo "make stores  fetch Mooncake, LMCache and vllm-ascend for their tests, as make test does"
 	@echo "make bench   what the plugin costs beside stock vLLM: out/overhead.json"
 	@echo "make lint    ruff and mypy only        make format  let ruff rewrite the files"
 	@echo "make clean   remove .venv, out/ and every cache"
@@ -31,7 +32,11 @@ lint: env
 	@$(BIN)/mypy
 
 test: lint
+	-@$(PYTHON) scripts/setup_stores.py
 	@$(BIN)/pytest
+
+stores: env
+	@$(PYTHON) scripts/setup_stores.py
 
 test-faults: env
 	@$(BIN)/python -m tests.faults

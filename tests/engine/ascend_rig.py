@@ -1,9 +1,9 @@
 """vllm-ascend's ``AscendStoreConnector`` on vLLM's real scheduler, where its source can be had.
 
-``ASCEND_SITE`` names the folder of vllm-ascend's source, as its source distribution has it. Its
-scheduler's side, its metadata and its look-up over a socket are the vendor's own classes. What
-needs an NPU is not there: ``torch_npu`` and Mooncake's client are empty modules, and in place of
-the vendor's worker a stand-in does what the metadata say and reports it as that worker does.
+``make stores`` fetches it. Its scheduler's side, its metadata and its look-up over a socket are
+the vendor's own classes. What needs an NPU is not there: ``torch_npu`` and Mooncake's client are
+empty modules, and in place of the vendor's worker a stand-in does what the metadata say and
+reports it as that worker does.
 """
 
 import importlib
@@ -24,9 +24,9 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from tests.engine.rig import BLOCK, make_scheduler
 from tests.engine.simple_cpu_rig import SimpleCPUEngine
+from tests.stores import ASCEND
 from vllm_agent_hint.settings import Settings
 
-SITE = os.environ.get("ASCEND_SITE", "")
 _CONNECTOR = "vllm_ascend.distributed.kv_transfer.kv_pool.ascend_store.ascend_store_connector"
 _BACKEND = "vllm_ascend.distributed.kv_transfer.kv_pool.ascend_store.backend.mooncake_backend"
 _NOT_HERE = ("torch_npu", "torch_npu.npu", "mooncake", "mooncake.store", "mooncake.engine")
@@ -129,7 +129,7 @@ def ascend_engine(**options: Any) -> Iterator[AscendEngine]:
         tempfile.TemporaryDirectory() as sockets,
         _without_an_npu(),
         patch.dict(os.environ, {"VLLM_RPC_BASE_PATH": sockets}),
-        patch.object(sys, "path", [SITE, *sys.path]),
+        patch.object(sys, "path", [str(ASCEND), *sys.path]),
         patch.object(torch, "npu", MagicMock(), create=True),
     ):
         backend = importlib.import_module(_BACKEND)

@@ -13,6 +13,7 @@ from tests.engine.pooling_rig import PoolingClock, PoolingEngine
 from tests.engine.rig import BLOCK, hinted, prompt
 from tests.engine.simple_cpu_rig import simple_cpu_engine
 from tests.engine.vllm_tier_rig import assert_nothing_is_left, engine_over, finish, serve
+from tests.stores import ASCEND
 from vllm_agent_hint.kvcache.block import Zone
 from vllm_agent_hint.pooling.adapters.simple_cpu import SimpleCPUStore
 from vllm_agent_hint.settings import Settings
@@ -428,7 +429,9 @@ def test_keep_alive_over_vllm_s_disk_brings_nothing_up(
 
 # -- AscendStore -----------------------------------------------------------------------------------
 
-needs_ascend = pytest.mark.skipif(not ascend_rig.SITE, reason="vllm-ascend's source is not here")
+needs_ascend = pytest.mark.skipif(
+    not ASCEND.exists(), reason="vllm-ascend's source is not here: make stores"
+)
 
 
 @needs_ascend

@@ -1,8 +1,4 @@
-"""A real LMCache server on loopback, where the package can be imported.
-
-``lmcache`` without its dependencies, and of those ``sortedcontainers aiofiles aiofile caio redis
-nvtx``. What lies elsewhere than in this environment is named by ``LMCACHE_SITE``.
-"""
+"""A real LMCache server on loopback, where ``make stores`` could fetch it."""
 
 import os
 import socket
@@ -13,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.stores import LMCACHE
 from vllm_agent_hint.cli.demo.server import free_port
 
 _FIND = "import lmcache.integration.vllm.lmcache_mp_connector, lmcache.v1.multiprocess.server"
@@ -31,7 +28,7 @@ def lmcache_environment(folder: Path) -> dict[str, str]:
         folder: Of the test's own.
     """
     (folder / "sitecustomize.py").write_text(_SITE_CUSTOMIZE)
-    paths = [str(folder), os.environ.get("LMCACHE_SITE", ""), os.environ.get("PYTHONPATH", "")]
+    paths = [str(folder), str(LMCACHE), os.environ.get("PYTHONPATH", "")]
     return {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "LMCACHE_TRACK_USAGE": "false",
@@ -48,7 +45,7 @@ def why_no_lmcache(folder: Path) -> str:
         text=True,
         check=False,
     )
-    return "" if found.returncode == 0 else "LMCache is not installed here"
+    return "" if found.returncode == 0 else "LMCache is not here: make stores"
 
 
 @contextmanager

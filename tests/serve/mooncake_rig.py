@@ -1,9 +1,4 @@
-"""A real Mooncake master on loopback, where the package can be imported.
-
-``mooncake-transfer-engine-non-cuda`` and Debian's ``libibverbs1`` and ``librdmacm1``. What lies
-elsewhere than in this environment is named by ``MOONCAKE_SITE`` (a folder for ``PYTHONPATH``) and
-``MOONCAKE_LIBS`` (folders for ``LD_LIBRARY_PATH``).
-"""
+"""A real Mooncake master on loopback, where ``make stores`` could fetch it."""
 
 import json
 import os
@@ -14,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.stores import MOONCAKE, mooncake_libraries
 from vllm_agent_hint.cli.demo.server import free_port
 
 _FIND = "import mooncake.store, mooncake; print(list(mooncake.__path__)[0])"
@@ -21,12 +17,13 @@ _FIND = "import mooncake.store, mooncake; print(list(mooncake.__path__)[0])"
 
 def mooncake_environment() -> dict[str, str]:
     """What a process needs to import it."""
-    site, libs = os.environ.get("MOONCAKE_SITE", ""), os.environ.get("MOONCAKE_LIBS", "")
     added = {}
-    if site:
-        added["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), site]))
-    if libs:
-        added["LD_LIBRARY_PATH"] = libs
+    if MOONCAKE.exists():
+        paths = filter(None, [os.environ.get("PYTHONPATH"), str(MOONCAKE)])
+        added["PYTHONPATH"] = os.pathsep.join(paths)
+    libraries = mooncake_libraries()
+    if libraries:
+        added["LD_LIBRARY_PATH"] = os.pathsep.join(map(str, libraries))
     return added
 
 
@@ -36,7 +33,7 @@ def why_no_mooncake() -> str:
     found = subprocess.run(
         [sys.executable, "-c", _FIND], env=environment, capture_output=True, text=True, check=False
     )
-    return "" if found.returncode == 0 else "Mooncake is not installed here"
+    return "" if found.returncode == 0 else "Mooncake is not here: make stores"
 
 
 @contextmanager

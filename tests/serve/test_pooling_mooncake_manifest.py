@@ -1,6 +1,6 @@
 """The manifest of sessions in a real Mooncake store, between real servers.
 
-Where the package is not installed these are skipped: see ``mooncake_rig``.
+Where the package can't be had these are skipped: see ``mooncake_rig``.
 """
 
 import time
