@@ -1,7 +1,6 @@
 """How soon a resting session comes back: bins, the reuse index, and how its classes learn."""
 
 import random
-from collections import defaultdict
 from itertools import pairwise
 
 import pytest
@@ -180,56 +179,66 @@ def test_without_an_observation_a_class_expects_what_the_table_says() -> None:
 
 
 class NaiveClass:
-    """What a class expects, worked out from all its gaps, one leaning after the other."""
+    """What a class expects, worked out from all its gaps, one way of leaning after the other.
 
-    def __init__(self) -> None:
+    Args:
+        num_sources: What it may lean on.
+    """
+
+    def __init__(self, num_sources: int) -> None:
         self.gaps: list[int] = []
-        self.beliefs = dict.fromkeys(LEANINGS, 1 / len(LEANINGS))
+        ways = [(source, by) for source in range(num_sources) for by in LEANINGS]
+        self.beliefs = dict.fromkeys(ways, 1 / len(ways))
 
-    def chances(self, above: list[float]) -> list[float]:
+    def chances(self, sources: list[list[float]]) -> list[float]:
         return [
-            sum(belief * self._foretells(k, above, by) for by, belief in self.beliefs.items())
+            sum(
+                belief * self._foretells(k, sources[source], by)
+                for (source, by), belief in self.beliefs.items()
+            )
             for k in range(len(EDGES))
         ]
 
-    def add(self, where: int, above: list[float]) -> None:
+    def add(self, where: int, sources: list[list[float]]) -> None:
         grown = {
-            by: belief * self._foretells(where, above, by) for by, belief in self.beliefs.items()
+            (source, by): belief * self._foretells(where, sources[source], by)
+            for (source, by), belief in self.beliefs.items()
         }
-        floored = {by: max(LEAST_BELIEF, v / sum(grown.values())) for by, v in grown.items()}
-        self.beliefs = {by: v / sum(floored.values()) for by, v in floored.items()}
+        floored = {way: max(LEAST_BELIEF, v / sum(grown.values())) for way, v in grown.items()}
+        self.beliefs = {way: v / sum(floored.values()) for way, v in floored.items()}
         self.gaps.append(where)
 
-    def _foretells(self, where: int, above: list[float], by: float) -> float:
-        return (self.gaps.count(where) + by * above[where]) / (len(self.gaps) + by)
+    def _foretells(self, where: int, source: list[float], by: float) -> float:
+        return (self.gaps.count(where) + by * source[where]) / (len(self.gaps) + by)
 
 
 class NaiveTenant:
-    """One ending, every class of it, each leaning on the one above."""
+    """One ending, every class of it, each leaning on those above."""
 
     def __init__(self, ended: str) -> None:
         self.ended = ended
-        self.classes: defaultdict[TurnClass | None, NaiveClass] = defaultdict(NaiveClass)
+        self.classes: dict[TurnClass, NaiveClass] = {}
 
-    def expected(self, turns: TurnClass) -> list[float]:
+    def sources(self, turns: TurnClass) -> list[list[float]]:
         if turns.tool:
-            return self.chances(turns._replace(tool=""))
-        whole = cold_start(self.ended, ANY, ANY)
+            return [self.chances(turns._replace(tool=""))]
+        whole = list(cold_start(self.ended, ANY, ANY))
         if turns.gap == ANY:
-            return list(whole)
-        cell = cold_start(self.ended, turns.gap, turns.output)
+            return [whole]
+        cell = list(cold_start(self.ended, turns.gap, turns.output))
         tenant = self.chances(turns._replace(gap=ANY, output=ANY))
         odds = [cell[k] / whole[k] * tenant[k] for k in range(len(EDGES))]
-        return [each / sum(odds) for each in odds]
+        return [cell, [each / sum(odds) for each in odds]]
 
     def chances(self, turns: TurnClass) -> list[float]:
-        return self.classes[turns].chances(self.expected(turns))
+        sources = self.sources(turns)
+        return self.classes.setdefault(turns, NaiveClass(len(sources))).chances(sources)
 
     def add(self, turns: TurnClass, where: int) -> None:
         whose = {turns, turns._replace(tool=""), turns._replace(tool="", gap=ANY, output=ANY)}
-        before = {each: self.expected(each) for each in whose}
-        for each in whose:
-            self.classes[each].add(where, before[each])
+        before = {each: self.sources(each) for each in whose}
+        for each, sources in before.items():
+            self.classes.setdefault(each, NaiveClass(len(sources))).add(where, sources)
 
 
 GAPS = st.none() | st.floats(0.0, 10_000.0) | st.sampled_from([0.5, 2.0, 90.0])
@@ -257,7 +266,10 @@ def test_a_class_leans_on_those_above_it_and_they_on_the_table(
         assert found == pytest.approx(naive.chances(turns))
         assert sum(found) == pytest.approx(1.0)
         one_by_one = [estimator._expected_in(k, turns) for k in range(len(EDGES))]
-        assert one_by_one == pytest.approx(naive.expected(turns))
+        for found, expected in zip(
+            zip(*one_by_one, strict=True), naive.sources(turns), strict=True
+        ):
+            assert list(found) == pytest.approx(expected)
 
 
 def test_what_a_tenant_does_after_first_turns_is_expected_after_later_ones() -> None:
@@ -309,20 +321,34 @@ def test_one_that_is_like_the_table_is_not_led_astray_by_chance() -> None:
     assert sum(abs(a - b) for a, b in zip(found, table, strict=True)) / 2 < 0.25
 
 
-def test_no_leaning_is_ruled_out_for_ever() -> None:
-    """A class may be unlike the table for hours, and then as the table says."""
+def test_no_way_of_leaning_is_ruled_out_for_ever() -> None:
+    """A tenant may be unlike the table for hours, and then as the table says."""
     estimator = ReuseEstimator()
+    whole = UNTOLD._replace(gap=ANY, output=ANY)
     for _ in range(500):
-        estimator.observe(UNTOLD, 700.0)
-    beliefs = estimator._histogram(UNTOLD).beliefs
+        estimator.observe(whole, 700.0)
+    beliefs = estimator._histogram(whole).beliefs
     assert beliefs[0] == max(beliefs)
     dice = random.Random(1)
-    table = cold_start("tool_call", BASH.gap, BASH.output)
     middles = [(a + b) / 2 for a, b in pairwise(EDGES)] + [None]
-    for gap in dice.choices(middles, table, k=200):
-        estimator.observe(UNTOLD, gap)
-    beliefs = estimator._histogram(UNTOLD).beliefs
+    for gap in dice.choices(middles, cold_start("tool_call", ANY, ANY), k=200):
+        estimator.observe(whole, gap)
+    beliefs = estimator._histogram(whole).beliefs
     assert beliefs[-1] == max(beliefs)
+
+
+def test_a_class_believes_the_table_or_its_tenant_whoever_has_foretold_it() -> None:
+    """Its tenant's other turns are slow; those of the class are as the table has them."""
+    estimator = ReuseEstimator()
+    first = turn_class("", "tool_call", "", None, 100)
+    for _ in range(50):
+        estimator.observe(first, 700.0)
+    tenants = chances_of(estimator, UNTOLD)[bin_of(700.0)]
+    dice = random.Random(1)
+    middles = [(a + b) / 2 for a, b in pairwise(EDGES)] + [None]
+    for gap in dice.choices(middles, cold_start("tool_call", BASH.gap, BASH.output), k=15):
+        estimator.observe(UNTOLD, gap)
+    assert chances_of(estimator, UNTOLD)[bin_of(700.0)] < tenants / 5
 
 
 def test_a_turn_whose_tool_nobody_knows_is_observed_once() -> None:

@@ -33,8 +33,8 @@ OUTPUT_EDGES: Final = (150, 500, 1500)
 """Where the classes of a turn's output are cut, in tokens."""
 
 LEANINGS: Final = (2.0, 20.0, 200.0)
-"""Pseudo-observations with which a class may lean on the one above it. Which of them foretold its
-gaps best is learnt as well."""
+"""Pseudo-observations with which a class may lean on what is known beside it. Which of them
+foretold its gaps best is learnt as well."""
 
 TABLE_LEANS_BY: Final = 20.0
 """The same for a cell of the cold-start table, which leans on all turns of its ending."""
@@ -81,6 +81,11 @@ class TurnClass(NamedTuple):
         if self.tool:
             return self._replace(tool="")
         return None if self.gap == ANY else self._replace(gap=ANY, output=ANY)
+
+    @property
+    def num_sources(self) -> int:
+        """On how many it may lean: its parent; the table; or the table, with and without it."""
+        return 1 if self.tool or self.gap == ANY else 2
 
 
 def turn_class(
@@ -141,6 +146,12 @@ def _slope(returned: Sequence[float], held: Sequence[float], start: int, end: in
 
 
 class _Histogram:
+    """What a class has seen, and how far it believes in what else is known.
+
+    Args:
+        num_sources: What it may lean on.
+    """
+
     __slots__ = (
         "above",
         "above_editions",
@@ -152,11 +163,12 @@ class _Histogram:
         "total",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, num_sources: int) -> None:
         self.counts = [0.0] * len(EDGES)
         self.total = 0.0
-        self.beliefs = [1 / len(LEANINGS)] * len(LEANINGS)
-        """In each of ``LEANINGS``; they sum to 1."""
+        ways = num_sources * len(LEANINGS)
+        self.beliefs = [1 / ways] * ways
+        """In each of ``LEANINGS`` on each of what the class may lean on; they sum to 1."""
         self.index: tuple[float, ...] | None = None
         """Worked out when it is asked for; None after enough news."""
         self.news = 0
@@ -179,19 +191,22 @@ class _Histogram:
             self.above is not None and self.above.editions != self.above_editions
         )
 
-    def add(self, where: int, above: float) -> None:
+    def add(self, where: int, expected: Sequence[float]) -> None:
         """
         Args:
             where: The bin of a gap.
-            above: The chance of that bin in the class above.
+            expected: The chance of that bin, in each of what the class may lean on.
         """
+        count, total = self.counts[where], self.total
+        ways = [(chance, leaning) for chance in expected for leaning in LEANINGS]
         foretold = [
-            belief * (self.counts[where] + leaning * above) / (self.total + leaning)
-            for belief, leaning in zip(self.beliefs, LEANINGS, strict=True)
+            belief * (count + leaning * chance) / (total + leaning)
+            for belief, (chance, leaning) in zip(self.beliefs, ways, strict=True)
         ]
+        least = LEAST_BELIEF * sum(foretold)
+        foretold = [max(least, each) for each in foretold]
         scale = sum(foretold)
-        beliefs = [max(LEAST_BELIEF, chance / scale) for chance in foretold]
-        self.beliefs = [belief / sum(beliefs) for belief in beliefs]
+        self.beliefs = [each / scale for each in foretold]
         self.counts[where] += 1.0
         self.total += 1.0
         self.news += 1
@@ -204,13 +219,20 @@ class _Histogram:
             self.total /= 2
 
     @property
-    def weights(self) -> tuple[float, float]:
-        """In a chance: of each observation, and of what the class leans on."""
-        own = sum(
-            belief / (self.total + leaning)
-            for belief, leaning in zip(self.beliefs, LEANINGS, strict=True)
-        )
-        return own, 1.0 - own * self.total
+    def weights(self) -> tuple[float, list[float]]:
+        """In a chance: of each observation, and of each of what the class leans on."""
+        total = self.total
+        own = 0.0
+        rest = []
+        of_each = iter(self.beliefs)
+        for _ in range(len(self.beliefs) // len(LEANINGS)):
+            of_source = 0.0
+            for leaning in LEANINGS:
+                weight = next(of_each) / (total + leaning)
+                own += weight
+                of_source += weight * leaning
+            rest.append(of_source)
+        return own, rest
 
 
 class ReuseEstimator:
@@ -235,7 +257,7 @@ class ReuseEstimator:
 
     def _learn(self, turns: TurnClass, histogram: _Histogram, where: int) -> None:
         was_asked_for = histogram.index is not None
-        histogram.add(where, self._expected_in(where, turns))
+        histogram.add(where, [*self._expected_in(where, turns)])
         if was_asked_for and histogram.index is None:
             self._work_out(turns, histogram)
 
@@ -273,43 +295,49 @@ class ReuseEstimator:
 
     def _chances(self, turns: TurnClass, histogram: _Histogram) -> list[float]:
         own, rest = histogram.weights
-        expected = self._expected(turns, histogram)
-        return [own * n + rest * p for n, p in zip(histogram.counts, expected, strict=True)]
+        chances = [own * count for count in histogram.counts]
+        for weight, source in zip(rest, self._expected(turns, histogram), strict=True):
+            chances = [a + weight * b for a, b in zip(chances, source, strict=True)]
+        return chances
 
-    def _expected(self, turns: TurnClass, histogram: _Histogram) -> Sequence[float]:
-        """What a class leans on: the chance of a gap in each bin."""
+    def _expected(self, turns: TurnClass, histogram: _Histogram) -> list[Sequence[float]]:
+        """What a class may lean on: the chance of a gap in each bin."""
+        table = cold_start(turns.ended, turns.gap, turns.output)
         parent = turns.parent
         if parent is None:
-            return cold_start(turns.ended, ANY, ANY)
+            return [table]
         above = self._histogram(parent)
         chances = self._chances(parent, above)
         histogram.above, histogram.above_editions = above, above.editions
         if turns.tool:
-            return chances
-        # The table knows how the class differs from its parent, and the parent how the tenant
-        # differs from the table.
+            return [chances]
+        # The table knows how the class differs from all turns of its ending, and those how the
+        # tenant differs from the table.
         tilted = [*map(mul, chances, _tilt(turns.ended, turns.gap, turns.output))]
         scale = sum(tilted)
-        return [chance / scale for chance in tilted]
+        return [table, [chance / scale for chance in tilted]]
 
-    def _expected_in(self, where: int, turns: TurnClass) -> float:
+    def _expected_in(self, where: int, turns: TurnClass) -> list[float]:
         """``_expected`` of one bin: for each observation, so without going through all bins."""
+        chance = cold_start(turns.ended, turns.gap, turns.output)[where]
         parent = turns.parent
         if parent is None:
-            return cold_start(turns.ended, ANY, ANY)[where]
+            return [chance]
         above = self._histogram(parent)
         own, rest = above.weights
-        chance = own * above.counts[where] + rest * self._expected_in(where, parent)
+        of_parent = own * above.counts[where] + sum(
+            map(mul, rest, self._expected_in(where, parent))
+        )
         if turns.tool:
-            return chance
+            return [of_parent]
         tilt = _tilt(turns.ended, turns.gap, turns.output)
-        of_all_bins: float = own * sum(map(mul, above.counts, tilt)) + rest
-        return chance * tilt[where] / of_all_bins
+        of_all_bins: float = own * sum(map(mul, above.counts, tilt)) + rest[0]
+        return [chance, of_parent * tilt[where] / of_all_bins]
 
     def _histogram(self, turns: TurnClass) -> _Histogram:
         found = self._seen.get(turns)
         if found is None:
-            found = self._seen[turns] = _Histogram()
+            found = self._seen[turns] = _Histogram(turns.num_sources)
             if len(self._seen) > MAX_CLASSES:
                 self._seen.popitem(last=False)
         else:
