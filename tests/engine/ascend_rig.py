@@ -118,6 +118,20 @@ def _without_an_npu() -> Iterator[None]:
             sys.modules.pop(name, None)
 
 
+def _end(server: Any, scheduler: Any) -> None:
+    """Let the thread behind the socket go. Collected while it waits, it would block us for ever."""
+    side = scheduler.connector.connector_scheduler
+    client = side.client or sys.modules[type(side).__module__].LookupKeyClient(
+        scheduler.vllm_config
+    )
+    server.running = False
+    client.lookup(0, [])
+    server.thread.join(10)
+    for each in (client, server):
+        each.close()
+        each.ctx.term()
+
+
 @contextmanager
 def ascend_engine(**options: Any) -> Iterator[AscendEngine]:
     """An engine over a pool without bounds.
@@ -149,8 +163,11 @@ def ascend_engine(**options: Any) -> Iterator[AscendEngine]:
         )
         cache = torch.zeros((40, BLOCK), dtype=torch.int8)
         worker = PoolWorker(cache)
-        sys.modules[_CONNECTOR].LookupKeyServer(worker, scheduler.vllm_config)
+        server = sys.modules[_CONNECTOR].LookupKeyServer(worker, scheduler.vllm_config)
         scheduler.agent_hint.remote.statistics = lambda: None
         engine = AscendEngine(scheduler)
         engine.cache, engine.worker = cache, worker
-        yield engine
+        try:
+            yield engine
+        finally:
+            _end(server, scheduler)

@@ -94,6 +94,8 @@ class PoolingEngine(Engine):
                     lost = {block for piece in job.pieces for block in piece.block_ids}
                     self.worker.failed_loads[job.job_id] = lost
                     job.pieces = []
+        # What it reads from files is there in the next step, however slow the disk is.
+        self.worker._reader.submit(bool).result()
         _, result.finished_recving = self.side.get_finished(output.finished_req_ids)
         for blocks in self.worker.take_failed_loads().values():
             result.invalid_block_ids |= blocks
