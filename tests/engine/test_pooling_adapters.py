@@ -1,5 +1,9 @@
 """KV connectors of vLLM on its real scheduler: each saves, loses and brings back a context."""
 
+import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +17,7 @@ from tests.engine.pooling_rig import PoolingClock, PoolingEngine
 from tests.engine.rig import BLOCK, hinted, prompt
 from tests.engine.simple_cpu_rig import simple_cpu_engine
 from tests.engine.vllm_tier_rig import assert_nothing_is_left, engine_over, finish, serve
+from tests.serve.lmcache_rig import lmcache_environment, why_no_lmcache
 from tests.stores import ASCEND
 from vllm_agent_hint.kvcache.block import Zone
 from vllm_agent_hint.pooling.adapters.simple_cpu import SimpleCPUStore
@@ -488,3 +493,28 @@ def test_without_load_async_ascend_store_can_only_confirm() -> None:
         assert parked["status"] == "applied"
         assert fetched["status"] == "unsupported"
         assert "load_async is off" in fetched["reason"]
+
+
+# -- those that can't ------------------------------------------------------------------------------
+
+
+def test_lmcache_v1_answers_unsupported_with_the_reason_and_everything_else_is_local(
+    tmp_path: Path,
+) -> None:
+    """LMCache's own scheduler side on vLLM's scheduler."""
+    if why_no_lmcache(tmp_path):
+        pytest.skip(why_no_lmcache(tmp_path))
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.engine.lmcache_v1"],
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, **lmcache_environment(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told = json.loads(ran.stdout.splitlines()[-1])
+    offload, prefetch, evict = told["results"]
+    assert told["hits"] == [0, 48]
+    assert offload["status"] == prefetch["status"] == "unsupported"
+    assert "loads only within a step" in offload["reason"]
+    assert (evict["status"], evict["blocks"]) == ("applied", 4)

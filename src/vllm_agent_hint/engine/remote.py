@@ -15,6 +15,7 @@ from vllm_agent_hint.engine.own_prompts import PromptHasher
 from vllm_agent_hint.engine.waking import Waker
 from vllm_agent_hint.hints import EditResult, EditStatus, EditType
 from vllm_agent_hint.hookspecs import kv_management, kv_store
+from vllm_agent_hint.pooling.adapters import why_no_store
 from vllm_agent_hint.pooling.capability import (
     Content,
     Operation,
@@ -95,8 +96,7 @@ class RemoteSessions:
             return
         store = kv_store(scheduler, scheduler.connector)
         if store is None:
-            name = type(scheduler.connector).__name__
-            raise NoAdapterError(f"there is no adapter for {name}")
+            raise NoAdapterError(why_no_store(scheduler.connector))
         self.loads = LoadQueue(scheduler, settings, self._adopt, self.counters)
         self.loads.on_load = self._resumes.note_load
         spm = SessionAwarePoolingManager(store, self, self.loads, settings, time.monotonic())

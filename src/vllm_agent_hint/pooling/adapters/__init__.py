@@ -1,9 +1,25 @@
 """One adapter per KV connector of vLLM; the only files that know what a connector looks like."""
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from vllm_agent_hint.pooling.store import Store
+
+_UNSUITED: Final[Mapping[str, str]] = {
+    "ExampleConnector": "it loads only for a request that the model runs",
+    "LMCacheConnectorV1": "it loads only within a step of the model, and its look-up pins what it "
+    "finds until a request has used it; LMCacheMPConnector can",
+}
+"""Why there is no adapter for a connector that we have looked at."""
+
+
+def why_no_store(connector: Any) -> str:
+    """Why sessions can't be kept through a connector for which ``store_for`` has no adapter."""
+    name = type(connector).__name__
+    reasons = (_UNSUITED.get(cls.__name__) for cls in type(connector).__mro__)
+    reason = next(filter(None, reasons), "")
+    return f"there is no adapter for {name}" + (f": {reason}" if reason else "")
 
 
 def store_for(scheduler: Any, connector: Any) -> Store | None:
