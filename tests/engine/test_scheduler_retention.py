@@ -16,7 +16,7 @@ from tests.engine.rig import (
     prompt,
 )
 from vllm_agent_hint.kvcache.block import Zone
-from vllm_agent_hint.settings import Placement, Settings
+from vllm_agent_hint.settings import GiveWay, Placement, Settings
 from vllm_agent_hint.stamp import STAMP_KEY, Stamp
 
 CONTEXT = prompt(1, 20 * BLOCK)
@@ -551,7 +551,8 @@ def test_a_protection_beyond_the_share_is_clipped_from_its_tail_and_the_request_
 
 
 def test_the_lease_that_is_due_soonest_gives_way_to_a_newcomer() -> None:
-    engine = make_engine(num_blocks=41, settings=Settings(protected_share=0.5))
+    settings = Settings(protected_share=0.5, give_way=GiveWay.DEADLINE)
+    engine = make_engine(num_blocks=41, settings=settings)
     engine.serve(prompt(1, 160), hint=hinted("soon", 10.0))
     engine.serve(prompt(2, 160), hint=hinted("late", 300.0))
     engine.serve(prompt(3, 80), hint=hinted("new", 300.0))

@@ -17,6 +17,8 @@ from vllm_agent_hint.cli.demo.server import MODEL_NAME
 POOL = ["--max-model-len", "4096", "--num-gpu-blocks-override", "100"]
 CONTEXT = 1_000
 CONTEXT_BLOCKS = 7  # of 128 tokens
+LONG = 1_500
+"""Tokens of an answer that still runs when somebody has seen that it has begun."""
 
 
 def turn(server: TestServer, session: str, **more: Any) -> Completion:
@@ -147,7 +149,7 @@ def test_a_turn_that_is_interrupted_is_recorded_when_it_ends(
 ) -> None:
     """A reset takes its blocks away in mid-flight, and it computes them again."""
     answers: list[Completion] = []
-    request = threading.Thread(target=lambda: answers.append(turn(server, "long", max_tokens=400)))
+    request = threading.Thread(target=lambda: answers.append(turn(server, "long", max_tokens=LONG)))
     before = server.metrics()["vllm:generation_tokens_total"]
     request.start()
     wait_for(lambda: server.metrics()["vllm:generation_tokens_total"] > before)
@@ -155,7 +157,7 @@ def test_a_turn_that_is_interrupted_is_recorded_when_it_ends(
     assert request.is_alive(), "it was not interrupted"
     request.join(60)
 
-    assert len(answers[0].token_ids) == 400
+    assert len(answers[0].token_ids) == LONG
     wait_for(lambda: gauges(server)["leases"] == 1)
     assert evict(server, "long")["blocks"] >= CONTEXT_BLOCKS
     left = gauges(server)
