@@ -46,9 +46,14 @@ def test_one_late_prefetch_in_ten_is_allowed_and_two_are_not() -> None:
     assert missed(late) == ["prefetch done before the resume"]
 
 
-def test_the_throughput_s_bound_is_on_the_lower_end_and_not_on_the_median() -> None:
-    wide = Throughput(ratios=[0.9 + 0.02 * k for k in TEN], under_way=1.0)
-    assert missed(throughput=wide) == ["throughput while prefetching, lower end"]
+def test_a_throughput_whose_interval_lies_below_the_bound_is_a_miss() -> None:
+    slow = Throughput(ratios=[0.94 + 0.002 * k for k in TEN], under_way=1.0)
+    assert missed(throughput=slow) == ["throughput while prefetching, upper end"]
+
+
+def test_a_throughput_with_a_wide_interval_has_not_been_measured() -> None:
+    wide = Throughput(ratios=[0.8 + 0.04 * k for k in TEN], under_way=1.0)
+    assert missed(throughput=wide) == ["half the width of that interval"]
 
 
 def test_restored_tokens_that_no_resume_hits_count_against_a_hybrid() -> None:
