@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from vllm.sampling_params import SamplingParams
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import RequestStatus
 
 from vllm_agent_hint.hints import EditStatus
 from vllm_agent_hint.kvcache.block import Zone
 from vllm_agent_hint.pooling.capability import Content, Outcome, PoolingCounters
 from vllm_agent_hint.pooling.manager import STORE_LOST_IT
+from vllm_agent_hint.pooling.probe import request_of
 from vllm_agent_hint.pooling.store import Wish
 from vllm_agent_hint.sessions.intent import SessionKey
 from vllm_agent_hint.settings import Settings
@@ -249,7 +249,8 @@ class LoadQueue:
         )
         if self._is_blocked:
             return
-        request = _request_for(wish.content, f"{LOAD_ID_PREFIX}{next(self._ids)}")
+        load_id = f"{LOAD_ID_PREFIX}{next(self._ids)}"
+        request = request_of(wish.content, load_id, priority=LOWEST_PRIORITY)
         same = [w for w in self._waiting if _is_same(w.content, wish.content)]
         self._waiting = [w for w in self._waiting if w not in same]
         self._loads[request.request_id] = _Load(request, wish.content, same, now)
@@ -369,27 +370,6 @@ def _refused(reason: str) -> Outcome:
 def _is_same(one: Content, other: Content) -> bool:
     """The last hash stands for all of it."""
     return len(one.hashes) == len(other.hashes) and one.hashes[-1] == other.hashes[-1]
-
-
-def _request_for(content: Content, request_id: str) -> Any:
-    """A request with the content's hashes, and one token more: a whole prompt never hits."""
-    tokens = (
-        [0] * content.num_tokens
-        if content.token_ids is None
-        else list(content.token_ids[: content.num_tokens])
-    )
-    request = Request(
-        request_id=request_id,
-        prompt_token_ids=[*tokens, 0],
-        sampling_params=SamplingParams(max_tokens=1),
-        pooling_params=None,
-        lora_request=content.lora_request,
-        cache_salt=content.cache_salt,
-        priority=LOWEST_PRIORITY,
-        block_hasher=None,
-    )
-    request.block_hashes = list(content.hashes)
-    return request
 
 
 def _promote(scheduler: Any, request: Any) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any, Final
 
-from vllm_agent_hint.pooling.adapters.probe import PROBE_ID
 from vllm_agent_hint.pooling.adapters.write_through import WriteThroughStore
 from vllm_agent_hint.pooling.capability import Content, Operation
+from vllm_agent_hint.pooling.probe import PROBE_ID
 
 _OURS: Final = "agent-hint-"
 _ANSWER_SECONDS: Final = 0.05

@@ -5,10 +5,10 @@ from typing import Any
 from vllm.v1.core import kv_cache_utils
 
 from vllm_agent_hint.pooling.adapters.mooncake_pages import MooncakePages
-from vllm_agent_hint.pooling.adapters.probe import PROBE_ID
 from vllm_agent_hint.pooling.adapters.write_through import WriteThroughStore
 from vllm_agent_hint.pooling.capability import Content, Operation
 from vllm_agent_hint.pooling.manifest import SessionManifest
+from vllm_agent_hint.pooling.probe import PROBE_ID
 from vllm_agent_hint.pooling.tier.files import namespace
 
 

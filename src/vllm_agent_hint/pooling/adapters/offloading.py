@@ -16,10 +16,10 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.request import RequestStatus
 
-from vllm_agent_hint.pooling.adapters.probe import PROBE_ID, request_of
 from vllm_agent_hint.pooling.capability import Content, Operation
 from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.pooling.manifest import SessionManifest
+from vllm_agent_hint.pooling.probe import PROBE_ID, request_of
 from vllm_agent_hint.pooling.tier.files import namespace
 from vllm_agent_hint.pooling.tier.manager import SessionAwareOffloadingManager
 

@@ -8,10 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from vllm_agent_hint.pooling.adapters.probe import PROBE_ID, request_of
 from vllm_agent_hint.pooling.capability import Content, Operation
 from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.pooling.manifest import SessionManifest
+from vllm_agent_hint.pooling.probe import PROBE_ID, request_of
 
 _LOOK_AGAIN_SECONDS: Final = 0.05
 

@@ -10,12 +10,13 @@ from vllm_agent_hint.pooling.capability import Content
 PROBE_ID: Final = "agent-hint-probe"
 
 
-def request_of(content: Content, request_id: str = PROBE_ID) -> Any:
+def request_of(content: Content, request_id: str = PROBE_ID, *, priority: int = 0) -> Any:
     """A request with the content as its prompt and one token more: a whole prompt never hits.
 
     Args:
         content: With its tokens where the connector makes its keys of them.
         request_id: Of its own, unless it is only asked about.
+        priority: vLLM's; the lowest number goes first.
     """
     tokens = (
         [0] * content.num_tokens
@@ -29,6 +30,7 @@ def request_of(content: Content, request_id: str = PROBE_ID) -> Any:
         pooling_params=None,
         lora_request=content.lora_request,
         cache_salt=content.cache_salt,
+        priority=priority,
         block_hasher=None,
     )
     request.block_hashes = list(content.hashes)
