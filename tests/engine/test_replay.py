@@ -21,10 +21,12 @@ from vllm_agent_hint.cli.bench.replay.bounds import replay_min, replay_session_m
 from vllm_agent_hint.cli.bench.replay.caches import ChainHashes
 from vllm_agent_hint.cli.bench.replay.closed_loop import ClosedLoop, TimeModel
 from vllm_agent_hint.cli.bench.replay.driver import build_cache, replay_open_loop
+from vllm_agent_hint.cli.bench.replay.hindsight import HindsightPolicy
 from vllm_agent_hint.cli.bench.replay.lru import replay_lru
 from vllm_agent_hint.cli.bench.replay.plots import overview
 from vllm_agent_hint.cli.bench.replay.segments import segment
 from vllm_agent_hint.cli.bench.replay.workload import Traffic, Workload, compose
+from vllm_agent_hint.sessions.policy import RestingTurn
 from vllm_agent_hint.traces.model import Trace, TracedRequest, TracedSession, TraceError
 from vllm_agent_hint.traces.plain import write_plain
 
@@ -315,6 +317,36 @@ def test_hints_are_turn_and_lifecycle_sixty_seconds_late() -> None:
     assert Knowledge.LIFECYCLE not in never.knows
     assert arm_named("auto@5") is None
     assert arm_named("best") is None
+
+
+def test_own_hindsight_tells_sessions_apart_that_are_alike_to_whoever_knows_their_classes() -> None:
+    traces = Traces()
+
+    def turns(name: str, gap: float) -> TracedSession:
+        # Ten alike, so that what they have shown outweighs what is expected of everybody.
+        at = [k * gap for k in range(10)]
+        prompts = [traces.request(when, [0], stop="tool_use", tool="bash") for when in at]
+        return session(name, 0.0, *prompts)
+
+    workload = compose([traces.trace(turns("soon", 2.0), turns("late", 200.0))], users=1, seed=1)
+    first = [a for a in workload.arrivals if a.turn == 0]
+
+    def worths(policy: str) -> list[float]:
+        arm = arm_named(policy)
+        assert arm is not None
+        order = HindsightPolicy(workload, arm)
+        found = []
+        for arrival in sorted(first, key=lambda a: a.session.name, reverse=True):
+            facts = arm.facts(arrival)
+            assert facts is not None
+            seen = RestingTurn(ended=facts.ended, tool=facts.tools[-1], output_tokens=1)
+            found.append(order.worth(order.class_of(seen), 0.0))
+        return found
+
+    of_soon, of_late = worths("hints:own-hindsight")
+    assert of_soon > of_late
+    of_soon, of_late = worths("hints:hindsight")
+    assert of_soon == of_late
 
 
 def test_what_sam_has_counted_is_reported() -> None:

@@ -34,6 +34,15 @@ class Knowledge(StrEnum):
     LIFECYCLE = "lifecycle"
 
 
+class Hindsight(StrEnum):
+    """A bound: an order that knows beforehand how all gaps are distributed."""
+
+    OF_CLASSES = "hindsight"
+    """In each of the classes that we learn."""
+    OF_SESSIONS = "own-hindsight"
+    """In each class of each session, apart from those of all others."""
+
+
 class Arm(Protocol):
     """What a client tells of its sessions."""
 
@@ -50,8 +59,8 @@ class Arm(Protocol):
         """The order under pressure."""
 
     @property
-    def has_hindsight(self) -> bool:
-        """Whether the order knows the distribution of all gaps beforehand: a bound."""
+    def hindsight(self) -> Hindsight | None:
+        """What the order knows beforehand; None for nothing, as everybody but a bound."""
 
     def intent(self, arrival: Arrival) -> SessionIntent | None:
         """The hint of a request; None for none."""
@@ -67,12 +76,12 @@ class IdentityArm:
     Args:
         sees_turns: Whether the server sees by itself how a turn ended, as with AUTO.
         give_way: See ``Arm``.
-        has_hindsight: See ``Arm``.
+        hindsight: See ``Arm``.
     """
 
     sees_turns: bool = True
     give_way: GiveWay = GiveWay.REUSE
-    has_hindsight: bool = False
+    hindsight: Hindsight | None = None
 
     @property
     def knows(self) -> tuple[Knowledge, ...]:
@@ -88,7 +97,7 @@ class IdentityArm:
         return SessionIntent(key_of(arrival), arrival.session.parent)
 
     def facts(self, arrival: Arrival) -> TurnFacts | None:
-        return _facts_of(arrival) if self.sees_turns else None
+        return _facts_of(arrival, self.hindsight) if self.sees_turns else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +107,12 @@ class TurnArm:
     Args:
         end_delay: See ``Arm``.
         give_way: See ``Arm``.
-        has_hindsight: See ``Arm``.
+        hindsight: See ``Arm``.
     """
 
     end_delay: float | None = DEFAULT_END_DELAY
     give_way: GiveWay = GiveWay.REUSE
-    has_hindsight: bool = False
+    hindsight: Hindsight | None = None
 
     @property
     def knows(self) -> tuple[Knowledge, ...]:
@@ -118,14 +127,18 @@ class TurnArm:
         return SessionIntent(key_of(arrival), arrival.session.parent, (Protection(ttl),))
 
     def facts(self, arrival: Arrival) -> TurnFacts | None:
-        return _facts_of(arrival)
+        return _facts_of(arrival, self.hindsight)
 
 
-def _facts_of(arrival: Arrival) -> TurnFacts | None:
+def _facts_of(arrival: Arrival, hindsight: Hindsight | None) -> TurnFacts | None:
     request = arrival.request
     if request.stop is None:
         return None
-    tools = () if request.tool is None else (request.tool,)
+    if hindsight is Hindsight.OF_SESSIONS:
+        # Classes are told apart by their tool, and those with one lean on the same without it.
+        tools: tuple[str, ...] = (f"{arrival.session.number}/{request.tool or request.stop}",)
+    else:
+        tools = () if request.tool is None else (request.tool,)
     return TurnFacts.of(_ENDED.get(request.stop, "unknown"), tools)
 
 
@@ -138,7 +151,7 @@ def key_of(arrival: Arrival) -> SessionKey:
 
 
 _NAMES: Final = re.compile(
-    r"(?P<arm>hints|auto|identity)(:(?P<order>reuse|deadline|lru|hindsight))?(@(?P<delay>\d+|never))?"
+    r"(?P<arm>hints|auto|identity)(:(?P<order>reuse|deadline|lru|hindsight|own-hindsight))?(@(?P<delay>\d+|never))?"
 )
 
 
@@ -147,19 +160,22 @@ def arm_named(policy: str) -> Arm | None:
 
     ``hints``: ttl, turn and end. ``auto``: identity, and what the server sees of a turn's end.
     ``identity``: the same behind a front end that can't tell. ``hints:lru`` and ``hints:deadline``
-    give way in another order, ``hints:hindsight`` in that of the reuse index with nothing left to
-    learn: a bound. ``hints@600`` is told the end of a session 600 seconds after its
-    last turn, ``hints@never`` not at all.
+    give way in another order, ``hints:hindsight`` and ``hints:own-hindsight`` in that of the reuse
+    index with nothing left to learn, of classes or of each session alone: bounds. ``hints@600`` is
+    told the end of a session 600 seconds after its last turn, ``hints@never`` not at all.
     """
     found = _NAMES.fullmatch(policy)
     if found is None or (found["arm"] != "hints" and found["delay"]):
         return None
-    has_hindsight = found["order"] == "hindsight"
-    order = GiveWay.REUSE if has_hindsight else GiveWay(found["order"] or GiveWay.REUSE)
+    hindsight, order = None, GiveWay.REUSE
+    if found["order"] in tuple(Hindsight):
+        hindsight = Hindsight(found["order"])
+    elif found["order"]:
+        order = GiveWay(found["order"])
     if found["arm"] != "hints":
-        return IdentityArm(found["arm"] == "auto", order, has_hindsight)
+        return IdentityArm(found["arm"] == "auto", order, hindsight)
     delay = found["delay"]
     end_delay: float | None = DEFAULT_END_DELAY
     if delay is not None:
         end_delay = None if delay == "never" else float(delay)
-    return TurnArm(end_delay, order, has_hindsight)
+    return TurnArm(end_delay, order, hindsight)
