@@ -24,7 +24,7 @@ from vllm_agent_hint.cli.bench.serve.standing import StandingServers, Urls
 from vllm_agent_hint.cli.demo.client import Traffic
 from vllm_agent_hint.cli.demo.run import describe_machine
 
-TINY = Scale(longest_prompt=900, prefill_rate=20_000.0)
+TINY = Scale(longest_prompt=900, rfc_longest_prompt=900, prefill_rate=20_000.0)
 BLOCKS = 120
 
 

@@ -52,11 +52,11 @@ from vllm_agent_hint.traces.reading import read_trace
 
 CPU = Scale.for_cpu()
 VOCABULARY = Vocabulary(3, 258)
-SMALL = Scale(7_000, 8_000.0, cache_tokens=9_000)
+SMALL = Scale(7_000, 7_000, 8_000.0, cache_tokens=9_000)
 SCALES = [
     pytest.param(CPU, id="cpu"),
     pytest.param(Scale.for_gpu(), id="gpu"),
-    pytest.param(Scale(27_000, 40_000.0, cache_tokens=400_000), id="standing"),
+    pytest.param(Scale(27_000, 27_000, 40_000.0, cache_tokens=400_000), id="standing"),
     pytest.param(SMALL, id="standing-small"),
 ]
 
@@ -151,7 +151,8 @@ def test_no_request_is_longer_than_the_scale_allows(
 ) -> None:
     script = loads[load](scale, "seed")
     longest = max(max(actor.prompt_lengths()) for actor in script.of(Traffic.AGENTS))
-    assert 0.5 * min(longest, scale.longest_prompt) < longest <= scale.longest_prompt
+    allowed = scale.rfc_longest_prompt if load == "rfc" else scale.longest_prompt
+    assert 0.5 * min(longest, allowed) < longest <= allowed
     assert script.longest_request < script.cache_tokens
 
 
@@ -205,7 +206,7 @@ def test_rfc_is_twenty_sessions_five_requests_at_a_time_growing_threefold() -> N
 def test_a_traced_prompt_shares_exactly_the_prefix_that_the_recorded_one_shared(
     trace: Trace, loads: dict[str, WriteScript]
 ) -> None:
-    script = loads["fleet"](Scale(4_500, 1.0), "seed")
+    script = loads["fleet"](Scale(4_500, 4_500, 1.0), "seed")
     text = Text(VOCABULARY)
     turns = script.actors[0].turns
     prompts = [list(text.of_all(turn.pieces)) for turn in turns]

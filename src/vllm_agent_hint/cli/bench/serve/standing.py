@@ -92,8 +92,10 @@ class StandingServers:
                 "with --cache-tokens"
             )
         longest = min(round(server.max_model_len * CONTEXT_PART) for server in self._all)
+        prompt = min(RFC_LONGEST_PROMPT, longest)
         return Scale(
-            min(RFC_LONGEST_PROMPT, longest),
+            prompt,
+            prompt,
             min(server.prefill_rate for server in self._all),
             cache,
         )

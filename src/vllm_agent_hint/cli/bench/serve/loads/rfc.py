@@ -25,7 +25,7 @@ def rfc_script(scale: Scale, seed: str) -> Script:
     Each grows from a third of the longest prompt to all of it in four to six turns, so that some
     end before others. A turn repeats the whole conversation; nobody waits for a tool.
     """
-    longest = scale.longest_prompt
+    longest = scale.rfc_longest_prompt
     if scale.cache_tokens is not None:
         longest = min(longest, round(scale.cache_tokens / CACHE_PART / SESSIONS))
     dice = random.Random(f"{seed}/rfc")
