@@ -546,7 +546,7 @@ def test_a_fault_of_ours_costs_the_connector_and_neither_sessions_nor_requests(
     assert engine.scheduler.agent_hint.sam is not None
     assert status(engine.results()) == ["rejected"]
     assert status(engine.ask("a", "offload")) == ["failed"]
-    assert engine.serve(CONTEXT, hint=hinted("a", 60.0)) == 0 or True
+    engine.serve(CONTEXT, hint=hinted("a", 60.0))
     assert not engine.scheduler.requests
 
 
