@@ -11,7 +11,7 @@ that can share one. Both fork; ``serve_in_full`` starts ``vllm serve`` from noth
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,10 +19,6 @@ import pytest
 from tests.serve.mooncake_rig import MooncakeMaster, mooncake_master, why_no_mooncake
 from tests.serve.rig import MAX_MODEL_LEN, ForkLauncher, Serve, TestServer, forked_server
 from vllm_agent_hint.cli.demo.server import running_server, server_environment
-
-StartServer = Callable[
-    [Path, Path, Mapping[str, str], Sequence[str]], AbstractContextManager[TestServer]
-]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
