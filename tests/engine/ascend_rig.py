@@ -22,8 +22,8 @@ import torch
 from vllm.config import KVTransferConfig
 from vllm.v1.outputs import KVConnectorOutput
 
+from tests.engine.pooling_rig import PoolingEngine
 from tests.engine.rig import BLOCK, make_scheduler
-from tests.engine.simple_cpu_rig import SimpleCPUEngine
 from tests.stores import ASCEND
 from vllm_agent_hint.settings import Settings
 
@@ -85,16 +85,13 @@ class PoolWorker:
 
 
 @dataclass
-class AscendEngine(SimpleCPUEngine):
+class AscendEngine(PoolingEngine):
     """An engine whose connector is an ``AscendStoreConnector``."""
 
-    def step(self) -> None:
-        output = self.scheduler.schedule()
-        for new in output.scheduled_new_reqs:
-            self.cached.setdefault(new.req_id, new.num_computed_tokens)
+    def _executed(self, output: Any) -> tuple[Any, ...]:
         self._forward(output)
         self.worker.run(output.kv_connector_metadata)
-        self._return(output, self._sampling(output), self._transfers(output))
+        return output, self._sampling(output), self._transfers(output)
 
     def _transfers(self, output: Any) -> KVConnectorOutput:
         worker, result = self.worker, KVConnectorOutput()
@@ -106,6 +103,9 @@ class AscendEngine(SimpleCPUEngine):
         result.finished_recving = worker.received
         worker.events, worker.sent, worker.received = {}, set(), set()
         return result
+
+    def _assert_that_the_connector_rests(self) -> None:
+        assert not self.scheduler.connector.connector_scheduler.load_specs
 
 
 @contextmanager

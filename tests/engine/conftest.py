@@ -15,10 +15,8 @@ for _name in ("vllm.platforms", "vllm.config", "vllm.v1.core"):
 @pytest.fixture
 def clock() -> Iterator[Clock]:
     """Time as the plugin sees it; moves only when a test says so."""
-    clock = Clock()
-    clock.start()
-    yield clock
-    clock.stop()
+    with Clock() as clock:
+        yield clock
 
 
 class Log(logging.Handler):

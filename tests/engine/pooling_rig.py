@@ -6,9 +6,7 @@ finds there of the tokens before: content that got lost on its way is an error a
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from vllm.config import KVTransferConfig
@@ -26,28 +24,14 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.outputs import KVConnectorOutput
 
-from tests.engine.rig import BLOCK, Clock, Engine, make_scheduler
+from tests.engine.rig import BLOCK, Engine, make_scheduler
 from vllm_agent_hint.cli.bench.engine import SAMPLED_TOKEN, model_output
-from vllm_agent_hint.engine import loads as engine_loads
-from vllm_agent_hint.engine import remote as engine_remote
 from vllm_agent_hint.kvcache.block import Zone
 from vllm_agent_hint.pooling.tier.worker import TorchTierWorker
 from vllm_agent_hint.settings import Settings
 
 CHUNK_BYTES = 4_096
 """vLLM rounds up to it what a chunk of the rig's tiny blocks would take."""
-
-
-class PoolingClock(Clock):
-    """One clock for all that the plugin times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        ours = SimpleNamespace(monotonic=lambda: self.now)
-        self._patches += [
-            patch.object(engine_remote, "time", ours),
-            patch.object(engine_loads, "time", ours),
-        ]
 
 
 @dataclass
@@ -71,17 +55,12 @@ class PoolingEngine(Engine):
     ran: list[str] = field(default_factory=list)
     """Requests that the model was given tokens of."""
 
-    def step(self) -> None:
-        output = self.scheduler.schedule()
-        for new in output.scheduled_new_reqs:
-            self.cached.setdefault(new.req_id, new.num_computed_tokens)
+    def _executed(self, output: Any) -> tuple[Any, ...]:
         self.side.handle_preemptions(output.kv_connector_metadata)
         self._forward(output)
         self.side.start_kv_transfers(output.kv_connector_metadata)
         self.side.prepare_store_kv(output.kv_connector_metadata)
-        self._in_flight.append((output, self._sampling(output), self._transfers(output)))
-        while len(self._in_flight) >= self.depth:
-            self._return(*self._in_flight.pop(0))
+        return output, self._sampling(output), self._transfers(output)
 
     def _transfers(self, output: Any) -> KVConnectorOutput:
         result = KVConnectorOutput()
@@ -103,6 +82,7 @@ class PoolingEngine(Engine):
         return result
 
     def _forward(self, output: Any) -> None:
+        """Writes and checks the first group, which is always one of full attention."""
         for request_id, count in output.num_scheduled_tokens.items():
             self.ran.append(request_id)
             request = self.scheduler.requests[request_id]
@@ -111,13 +91,13 @@ class PoolingEngine(Engine):
             # With two steps in flight it does not know yet what it will sample.
             ahead = [SAMPLED_TOKEN] * self.depth
             tokens = [*request.all_token_ids, *ahead][:end]
-            (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-            for position in range(len(tokens)):
+            blocks = self.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
+            for position, token in enumerate(tokens):
                 page = self.cache[blocks[position // BLOCK]]
                 if position >= end - count:
-                    page[position % BLOCK] = tokens[position] % 127
+                    page[position % BLOCK] = token % 127
                 else:
-                    assert page[position % BLOCK] == tokens[position] % 127, (
+                    assert page[position % BLOCK] == token % 127, (
                         f"{request_id} reads another token than was written at {position}"
                     )
 
@@ -129,6 +109,11 @@ class PoolingEngine(Engine):
 
     def steps(self, count: int) -> None:
         for _ in range(count):
+            self.step()
+
+    def step_until_it_ends(self, request_id: str) -> None:
+        """A connector may go on for longer than the request."""
+        while request_id in self.scheduler.requests:
             self.step()
 
     def _wants_steps(self) -> bool:
@@ -177,14 +162,21 @@ class PoolingEngine(Engine):
         assert not remote.spm._saves
         assert self.sam.num_open_edits == 0
         assert not self.scheduler.requests
-        assert not self.scheduler.connector.connector_scheduler._jobs
-        assert not self.scheduler.connector.connector_scheduler._req_status
-        assert self.tier.num_busy == 0
+        self._assert_that_the_connector_rests()
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         self.sam.free_all_sessions()
         assert len(remote.spm.tracker) == remote.spm.tracker.num_tracked == 0
         assert remote.spm.tracker.num_shared == 0
         assert self.pool.num_blocks_in[Zone.TTL] == self.pool.num_blocks_in[Zone.SESSION] == 0
+
+    def _assert_that_the_connector_rests(self) -> None:
+        side = self.scheduler.connector.connector_scheduler
+        assert not side._jobs
+        assert not side._req_status
+        self._assert_that_the_tier_rests()
+
+    def _assert_that_the_tier_rests(self) -> None:
+        assert self.tier.num_busy == 0
 
 
 def pooling_engine(
@@ -195,6 +187,7 @@ def pooling_engine(
     policy: str = "recompute",
     asynchronous: bool = False,
     extra: dict[str, Any] | None = None,
+    engine_cls: type[PoolingEngine] = PoolingEngine,
     **more: Any,
 ) -> PoolingEngine:
     """An engine over one group of full attention and a tier of so many chunks.
@@ -206,6 +199,7 @@ def pooling_engine(
         policy: vLLM's ``kv_load_failure_policy``.
         asynchronous: Async scheduling, two steps in flight.
         extra: Options of the tier.
+        engine_cls: What is built.
         more: For ``make_scheduler``.
     """
     config = KVTransferConfig(
@@ -238,7 +232,7 @@ def pooling_engine(
     assert isinstance(side.worker, TorchTierWorker)
     # Nobody takes the counters while a test runs, so that it can read them.
     scheduler.agent_hint.remote.statistics = lambda: None
-    engine = PoolingEngine(scheduler, depth=2 if asynchronous else 1)
+    engine = engine_cls(scheduler, depth=2 if asynchronous else 1)
     engine.cache, engine.side, engine.worker = cache, side, side.worker
     return engine
 

@@ -1,11 +1,13 @@
 """vLLM's real scheduler, KV cache manager and block pool, without a model behind them."""
 
 import itertools
+import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -22,7 +24,6 @@ from vllm_agent_hint.cli.bench.engine import (
     model_output,
 )
 from vllm_agent_hint.engine import hooks as engine_hooks
-from vllm_agent_hint.engine import utility as engine_utility
 from vllm_agent_hint.engine.scheduler import agent_scheduler
 from vllm_agent_hint.engine.utility import agent_hint_rpc
 from vllm_agent_hint.kvcache.block import Zone
@@ -140,23 +141,24 @@ def hinted(session_id: str | None = None, ttl: float | None = None, *edits: str)
 
 
 class Clock:
-    """The time that the plugin's engine side reads; vLLM's own calls read the real one."""
+    """The time that the plugin's engine side reads while this is entered.
+
+    vLLM's own calls read the real one.
+    """
 
     def __init__(self) -> None:
         self.now = 1000.0
+        self._patches = ExitStack()
+
+    def __enter__(self) -> Self:
         ours = SimpleNamespace(monotonic=lambda: self.now)
-        self._patches = [
-            patch.object(engine_hooks, "time", ours),
-            patch.object(engine_utility, "time", ours),
-        ]
+        for name, module in list(sys.modules.items()):
+            if name.startswith("vllm_agent_hint.engine.") and "time" in vars(module):
+                self._patches.enter_context(patch.object(module, "time", ours))
+        return self
 
-    def start(self) -> None:
-        for each in self._patches:
-            each.start()
-
-    def stop(self) -> None:
-        for each in self._patches:
-            each.stop()
+    def __exit__(self, *_: object) -> None:
+        self._patches.close()
 
     def advance(self, seconds: float) -> None:
         self.now += seconds
@@ -191,10 +193,14 @@ class Engine:
         output = self.scheduler.schedule()
         for new in output.scheduled_new_reqs:
             self.cached.setdefault(new.req_id, new.num_computed_tokens)
-        self.log.append(_summary(output))
-        self._in_flight.append((output, self._sampling(output)))
+        self._in_flight.append(self._executed(output))
         while len(self._in_flight) >= self.depth:
             self._return(*self._in_flight.pop(0))
+
+    def _executed(self, output: Any) -> tuple[Any, ...]:
+        """What a worker does of a step. Returns what ``_return`` takes, once it is due."""
+        self.log.append(_summary(output))
+        return output, self._sampling(output)
 
     def drain(self) -> None:
         while self._in_flight:

@@ -18,8 +18,6 @@ from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
 from tests.engine.pooling_rig import Faults, PoolingEngine
 from tests.engine.rig import BLOCK, make_scheduler
 from vllm_agent_hint.cli.bench import engine as bench_engine
-from vllm_agent_hint.cli.bench.engine import SAMPLED_TOKEN
-from vllm_agent_hint.kvcache.block import Zone
 from vllm_agent_hint.settings import Settings
 
 
@@ -48,20 +46,16 @@ class TensorBackend:
 class SimpleCPUEngine(PoolingEngine):
     """An engine whose connector is a ``SimpleCPUOffloadConnector``."""
 
-    def step(self) -> None:
-        output = self.scheduler.schedule()
-        for new in output.scheduled_new_reqs:
-            self.cached.setdefault(new.req_id, new.num_computed_tokens)
+    def _executed(self, output: Any) -> tuple[Any, ...]:
         self.worker.bind_connector_metadata(output.kv_connector_metadata)
         self.worker.handle_preemptions(output.kv_connector_metadata)
         self._forward(output)
         self.worker.start_load_kv()
         with patch.object(torch.cuda, "current_stream", lambda: None):
             self.worker.wait_for_save()
-        self._in_flight.append((output, self._sampling(output), self._transfers(output)))
+        executed = output, self._sampling(output), self._transfers(output)
         self.worker.clear_connector_metadata()
-        while len(self._in_flight) >= self.depth:
-            self._return(*self._in_flight.pop(0))
+        return executed
 
     def _transfers(self, output: Any) -> KVConnectorOutput:
         _, received = self.worker.get_finished(output.finished_req_ids)
@@ -70,49 +64,21 @@ class SimpleCPUEngine(PoolingEngine):
             kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
         )
 
-    def _forward(self, output: Any) -> None:
-        """Writes and checks the first group, which is always one of full attention."""
-        for request_id, num_scheduled in output.num_scheduled_tokens.items():
-            self.ran.append(request_id)
-            request = self.scheduler.requests[request_id]
-            end = request.num_computed_tokens
-            ahead = [SAMPLED_TOKEN] * self.depth
-            tokens = [*request.all_token_ids, *ahead][:end]
-            blocks = self.scheduler.kv_cache_manager.get_block_ids(request_id)[0]
-            for position, token in enumerate(tokens):
-                page = self.cache[blocks[position // BLOCK]]
-                if position >= end - num_scheduled:
-                    page[position % BLOCK] = token % 127
-                else:
-                    assert page[position % BLOCK] == token % 127, (
-                        f"{request_id} reads another token than was written at {position}"
-                    )
-
     @property
     def copies(self) -> Any:
         """The connector's block pool."""
         return self.scheduler.connector.scheduler_manager.cpu_block_pool
 
-    def assert_nothing_is_left(self) -> None:
-        """See ``PoolingEngine``."""
-        remote, side = self.remote, self.scheduler.connector.scheduler_manager
-        assert remote.loads.num_loading == remote.loads.num_waiting == 0
-        assert remote.spm.num_open == 0
-        assert not remote.spm._saves
-        assert not remote.spm.store._saves
-        assert not remote.spm.store._doomed
-        assert self.sam.num_open_edits == 0
-        assert not self.scheduler.requests
+    def _assert_that_the_connector_rests(self) -> None:
+        store, side = self.remote.spm.store, self.scheduler.connector.scheduler_manager
+        assert not store._saves
+        assert not store._doomed
         assert not side._reqs_to_load
         assert not side._reqs_to_store
         assert not side._pending_cpu_hits
         assert not side._in_flight_store_gpu_blocks
         assert not side.has_pending_stores()
         assert self.copies.get_num_free_blocks() == self.copies.num_gpu_blocks - 1
-        assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
-        self.sam.free_all_sessions()
-        assert len(remote.spm.tracker) == remote.spm.tracker.num_tracked == 0
-        assert self.pool.num_blocks_in[Zone.TTL] == self.pool.num_blocks_in[Zone.SESSION] == 0
 
 
 def simple_cpu_engine(

@@ -171,7 +171,7 @@ def test_without_a_capture_nothing_is_recorded(engine: Engine) -> None:
     with patch.object(TrafficCapture, "request_added", side_effect=AssertionError) as added:
         engine.serve(prompt(1, 64))
         engine.serve(prompt(1, 64), hint=hinted("a", 60.0))
-    assert engine.scheduler.agent_hint.capture is None
+    assert engine.scheduler.agent_hint.traffic is None
     assert not added.called
     assert take(engine) == {"state": "none"}
 
@@ -179,7 +179,7 @@ def test_without_a_capture_nothing_is_recorded(engine: Engine) -> None:
 def test_the_flag_forbids_a_capture(engine: Engine) -> None:
     with patch.object(utility, "load_settings", lambda: Settings(capture=False)):
         assert start(engine) == {"state": "off"}
-    assert engine.scheduler.agent_hint.capture is None
+    assert engine.scheduler.agent_hint.traffic is None
 
 
 def test_a_request_that_came_before_the_capture_is_not_recorded(engine: Engine) -> None:
@@ -196,7 +196,7 @@ def test_nothing_is_recorded_once_it_has_been_stopped(engine: Engine) -> None:
     assert stopped == {"state": "ended", "dropped": 0, "unfinished": 1}
     engine.run()
     assert take(engine) == {"state": "none"}
-    assert engine.scheduler.agent_hint.capture is None
+    assert engine.scheduler.agent_hint.traffic is None
 
 
 def test_a_capture_changes_nothing_of_what_the_engine_does(clock: Clock) -> None:
@@ -257,7 +257,7 @@ def test_a_capture_that_nobody_reads_for_a_minute_ends(engine: Engine, clock: Cl
     assert len(take(engine)["requests"]) == 1
     clock.advance(61.0)
     engine.serve(prompt(1, 64))
-    assert engine.scheduler.agent_hint.capture is None
+    assert engine.scheduler.agent_hint.traffic is None
     assert take(engine) == {"state": "none"}
 
 
@@ -270,7 +270,7 @@ def test_one_that_has_lapsed_gives_way_and_is_read_by_nobody(engine: Engine, clo
 
 def test_what_is_more_than_fits_is_dropped_whole_and_counted(engine: Engine) -> None:
     start(engine)
-    engine.scheduler.agent_hint.capture._max_blocks = 7
+    engine.scheduler.agent_hint.traffic.capture._max_blocks = 7
     for family, blocks in ((1, 3), (2, 5), (3, 4)):
         engine.serve(prompt(family, blocks * BLOCK))
     part = take(engine)
@@ -335,7 +335,7 @@ def test_a_fault_of_the_recording_ends_the_capture_and_nothing_else(
     engine.serve(prompt(1, 64), hint=hinted("a", 60.0))
     with patch.object(TrafficCapture, "request_ended", side_effect=RuntimeError):
         engine.serve(prompt(1, 64))
-    assert engine.scheduler.agent_hint.capture is None
+    assert engine.scheduler.agent_hint.traffic is None
     assert "the capture is over" in log.text
     assert engine.session("a")
     assert take(engine) == {"state": "none"}

@@ -403,13 +403,10 @@ ASK_NO_SAM = {
     "request_complete",
     "statistics",
     "drop_sessions",
-    "traffic_arrived",
-    "traffic_complete",
-    "traffic_ended",
-    "traffic_explained",
+    "record_traffic",
+    "end_traffic",
 }
-"""They look a request up, hand on what a guarded caller asks for, or are the guard itself; what
-records traffic has a guard of its own, see ``test_capture``."""
+"""They look a request up, hand on what a guarded caller asks for, or are the guard itself."""
 
 HOOKS = sorted(
     name

@@ -59,9 +59,13 @@ class PoolMachine(RuleBasedStateMachine):
     def both(self, name: str, *args: Any) -> Any:
         raise NotImplementedError
 
-    def _some_held(self, data: st.DataObject) -> list[int]:
+    def _give_back(self, name: str, data: st.DataObject) -> None:
+        """Some of the blocks that are held, in any order, by this method of the pools."""
         order = data.draw(st.permutations(range(len(self.held))), "order")
-        return [self.held[k] for k in order[: data.draw(st.integers(1, len(order)), "blocks")]]
+        given = [self.held[k] for k in order[: data.draw(st.integers(1, len(order)), "blocks")]]
+        self.both(name, given)
+        for i in given:
+            self.held.remove(i)
 
     @rule(n=st.integers(0, NUM_BLOCKS + 1))
     def get_new_blocks(self, n: int) -> None:
@@ -82,10 +86,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def free_blocks(self, data: st.DataObject) -> None:
-        freed = self._some_held(data)
-        self.both("free_blocks", freed)
-        for i in freed:
-            self.held.remove(i)
+        self._give_back("free_blocks", data)
 
     @precondition(lambda self: self.held and self.enable_caching)
     @rule(number=CONTENTS, data=st.data())
@@ -189,10 +190,7 @@ class UnhintedPoolMachine(PoolMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def unpin_blocks(self, data: st.DataObject) -> None:
-        released = self._some_held(data)
-        self.both("unpin_blocks", released)
-        for i in released:
-            self.held.remove(i)
+        self._give_back("unpin_blocks", data)
 
     @invariant()
     def both_pools_look_the_same(self) -> None:

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,15 @@ import pytest
 from vllm.v1.core.kv_cache_utils import get_group_id
 
 from tests.engine import ascend_rig
-from tests.engine.pooling_rig import PoolingClock, PoolingEngine
-from tests.engine.rig import BLOCK, hinted, prompt
+from tests.engine.pooling_rig import PoolingEngine
+from tests.engine.rig import BLOCK, Clock, hinted, prompt
 from tests.engine.simple_cpu_rig import simple_cpu_engine
-from tests.engine.vllm_tier_rig import assert_nothing_is_left, engine_over, finish, serve
+from tests.engine.vllm_tier_rig import engine_over
 from tests.serve.lmcache_rig import lmcache_environment, why_no_lmcache
 from tests.stores import ASCEND
 from vllm_agent_hint.kvcache.block import Zone
 from vllm_agent_hint.pooling.adapters.simple_cpu import SimpleCPUStore
 from vllm_agent_hint.settings import Settings
-
-
-@pytest.fixture
-def clock() -> Iterator[PoolingClock]:
-    clock = PoolingClock()
-    clock.start()
-    yield clock
-    clock.stop()
-
 
 pytestmark = pytest.mark.usefixtures("clock")
 
@@ -96,9 +86,7 @@ def test_a_turn_while_its_context_is_saved_saves_no_second_copy() -> None:
     engine.faults.is_silent = True
     engine.ask("a", "offload")
 
-    request = engine.add([*CONTEXT[:WHOLE], 5], hint=hinted("a", 600.0))
-    while request in engine.scheduler.requests:
-        engine.step()
+    engine.step_until_it_ends(engine.add([*CONTEXT[:WHOLE], 5], hint=hinted("a", 600.0)))
 
     assert engine.copies.get_num_free_blocks() == 40 - 20
     engine.faults.is_silent = False
@@ -165,9 +153,7 @@ def test_an_evict_deletes_the_copies_that_the_session_alone_has() -> None:
 def test_an_evict_deletes_copies_that_are_being_written_once_they_are() -> None:
     engine = simple_cpu_engine()
     engine.faults.is_silent = True
-    request = engine.add(CONTEXT, hint=hinted("a", 60.0))
-    while request in engine.scheduler.requests:
-        engine.step()
+    engine.step_until_it_ends(engine.add(CONTEXT, hint=hinted("a", 60.0)))
     (content,) = (engine.remote.spm.tracker.get(k).latest for k in engine.remote.spm.tracker)
 
     engine.ask("a", "evict")
@@ -183,13 +169,9 @@ def test_an_evict_deletes_copies_that_are_being_written_once_they_are() -> None:
 def test_an_offload_takes_back_the_deletion_of_copies_that_are_being_written() -> None:
     engine = simple_cpu_engine()
     engine.faults.is_silent = True
-    request = engine.add(CONTEXT, hint=hinted("a", 60.0))
-    while request in engine.scheduler.requests:
-        engine.step()
+    engine.step_until_it_ends(engine.add(CONTEXT, hint=hinted("a", 60.0)))
     engine.ask("a", "evict")
-    again = engine.add(CONTEXT, hint=hinted("a", 60.0))
-    while again in engine.scheduler.requests:
-        engine.step()
+    engine.step_until_it_ends(engine.add(CONTEXT, hint=hinted("a", 60.0)))
 
     engine.ask("a", "offload")
     engine.faults.is_silent = False
@@ -201,7 +183,7 @@ def test_an_offload_takes_back_the_deletion_of_copies_that_are_being_written() -
 
 
 def test_keep_alive_makes_the_copies_of_a_live_session_the_last_to_go(
-    clock: PoolingClock,
+    clock: Clock,
 ) -> None:
     engine = simple_cpu_engine(copies=41, settings=Settings(prefetch_reserve=0.0))
     engine.serve(CONTEXT, hint=hinted("a", 600.0))
@@ -322,13 +304,13 @@ def test_vllm_s_cpu_tier_brings_back_what_was_offloaded_and_can_t_delete_it(
     extra = {"eviction_policy": policy}
     with engine_over("CPUTier", extra, asynchronous=asynchronous) as engine:
         assert type(engine.tier).__module__.startswith("vllm.")
-        serve(engine, CONTEXT, hint=hinted("a", 60.0), max_tokens=BLOCK)
+        engine.serve(CONTEXT, hint=hinted("a", 60.0), max_tokens=BLOCK)
 
-        parked = finish(engine, "a", "offload")
+        (parked,) = engine.done("a", "offload")
         engine.flood()
         lost = engine.cached_ids(CONTEXT)
-        fetched = finish(engine, "a", "prefetch")
-        found = serve(engine, [*CONTEXT, *[7] * BLOCK, 9], hint=hinted("a", 60.0))
+        (fetched,) = engine.done("a", "prefetch")
+        found = engine.serve([*CONTEXT, *[7] * BLOCK, 9], hint=hinted("a", 60.0))
         (evicted,) = engine.done("a", "evict")
 
         assert (parked["status"], parked["tokens"]) == ("applied", WHOLE + BLOCK)
@@ -336,40 +318,40 @@ def test_vllm_s_cpu_tier_brings_back_what_was_offloaded_and_can_t_delete_it(
         assert (fetched["status"], fetched["tokens"]) == ("applied", WHOLE + BLOCK)
         assert found == WHOLE + BLOCK
         assert "CPUOffloadingManager can't delete" in evicted["reason"]
-        assert_nothing_is_left(engine)
+        engine.assert_nothing_is_left()
 
 
 def test_what_vllm_s_cpu_tier_has_lost_makes_a_prefetch_missing() -> None:
     with engine_over("CPUTier", chunks=25) as engine:
-        serve(engine, CONTEXT, hint=hinted("a", 600.0))
-        finish(engine, "a", "offload")
-        serve(engine, prompt(2, WHOLE + 1))
-        serve(engine, prompt(3, WHOLE + 1))
+        engine.serve(CONTEXT, hint=hinted("a", 600.0))
+        engine.done("a", "offload")
+        engine.serve(prompt(2, WHOLE + 1))
+        engine.serve(prompt(3, WHOLE + 1))
         engine.flood()
 
-        assert finish(engine, "a", "prefetch")["status"] == "missing"
-        assert_nothing_is_left(engine)
+        assert engine.done("a", "prefetch")[0]["status"] == "missing"
+        engine.assert_nothing_is_left()
 
 
-def test_keep_alive_touches_the_chunks_of_vllm_s_cpu_tier(clock: PoolingClock) -> None:
+def test_keep_alive_touches_the_chunks_of_vllm_s_cpu_tier(clock: Clock) -> None:
     with engine_over("CPUTier", chunks=41) as engine:
-        serve(engine, CONTEXT, hint=hinted("a", 600.0))
-        serve(engine, prompt(2, WHOLE + 1))
+        engine.serve(CONTEXT, hint=hinted("a", 600.0))
+        engine.serve(prompt(2, WHOLE + 1))
         clock.advance(60)
         engine.remote.look()
 
-        serve(engine, prompt(3, 10 * BLOCK + 1))
+        engine.serve(prompt(3, 10 * BLOCK + 1))
 
         counters = engine.remote.spm.counters
         assert (counters.keep_alives, counters.keep_alive_losses) == (20, 0)
         assert loadable(engine) == WHOLE
-        assert_nothing_is_left(engine)
+        engine.assert_nothing_is_left()
 
 
-def test_keep_alive_counts_what_vllm_s_cpu_tier_has_lost(clock: PoolingClock) -> None:
+def test_keep_alive_counts_what_vllm_s_cpu_tier_has_lost(clock: Clock) -> None:
     with engine_over("CPUTier", chunks=20) as engine:
-        serve(engine, CONTEXT, hint=hinted("a", 600.0))
-        serve(engine, prompt(2, 5 * BLOCK + 1))
+        engine.serve(CONTEXT, hint=hinted("a", 600.0))
+        engine.serve(prompt(2, 5 * BLOCK + 1))
         clock.advance(60)
         engine.remote.look()
 
@@ -382,43 +364,43 @@ def test_a_prefetch_brings_up_from_vllm_s_disk_what_its_host_memory_has_lost(
 ) -> None:
     with engine_over("DiskTier", on_disk, chunks=25) as engine:
         assert type(engine.tier).__name__ == "TieringOffloadingManager"
-        serve(engine, CONTEXT, hint=hinted("a", 600.0))
-        parked = finish(engine, "a", "offload")
+        engine.serve(CONTEXT, hint=hinted("a", 600.0))
+        (parked,) = engine.done("a", "offload")
         for family in (2, 3):
-            serve(engine, prompt(family, WHOLE + 1))
+            engine.serve(prompt(family, WHOLE + 1))
         assert len(chunks_in(tmp_path)) == 60
         assert engine.cached_ids(CONTEXT) == [None] * 20
 
-        fetched = finish(engine, "a", "prefetch")
-        found = serve(engine, CONTEXT, hint=hinted("a", 600.0))
+        (fetched,) = engine.done("a", "prefetch")
+        found = engine.serve(CONTEXT, hint=hinted("a", 600.0))
 
         assert (parked["status"], parked["tokens"]) == ("applied", WHOLE)
         assert (fetched["status"], fetched["tokens"]) == ("applied", WHOLE)
         assert found == WHOLE
         assert not any(request_id.startswith("agent-hint") for request_id in engine.ran)
-        assert_nothing_is_left(engine)
+        engine.assert_nothing_is_left()
 
 
 def test_what_vllm_s_disk_has_lost_too_is_missing(on_disk: dict[str, Any], tmp_path: Path) -> None:
     with engine_over("DiskTier", on_disk, chunks=25) as engine:
-        serve(engine, CONTEXT, hint=hinted("a", 600.0))
-        finish(engine, "a", "offload")
+        engine.serve(CONTEXT, hint=hinted("a", 600.0))
+        engine.done("a", "offload")
         for family in (2, 3):
-            serve(engine, prompt(family, WHOLE + 1))
+            engine.serve(prompt(family, WHOLE + 1))
         for chunk in chunks_in(tmp_path):
             chunk.unlink()
 
-        assert finish(engine, "a", "prefetch")["status"] == "missing"
-        assert_nothing_is_left(engine)
+        assert engine.done("a", "prefetch")[0]["status"] == "missing"
+        engine.assert_nothing_is_left()
 
 
 def test_keep_alive_over_vllm_s_disk_brings_nothing_up(
-    on_disk: dict[str, Any], clock: PoolingClock
+    on_disk: dict[str, Any], clock: Clock
 ) -> None:
     with engine_over("DiskTier", on_disk, chunks=25) as engine:
-        serve(engine, CONTEXT, hint=hinted("a", 600.0))
+        engine.serve(CONTEXT, hint=hinted("a", 600.0))
         for family in (2, 3):
-            serve(engine, prompt(family, WHOLE + 1))
+            engine.serve(prompt(family, WHOLE + 1))
         before = set(engine.tier.primary_tier._policy.chunks)
         for _ in range(3):
             clock.advance(60)
@@ -429,7 +411,7 @@ def test_keep_alive_over_vllm_s_disk_brings_nothing_up(
         assert set(engine.tier.primary_tier._policy.chunks) == before
         assert not engine.tier.secondary_tiers[0]._lookup_manager._req_keys
         assert engine.remote.spm.counters.keep_alive_losses == 0
-        assert_nothing_is_left(engine)
+        engine.assert_nothing_is_left()
 
 
 # -- AscendStore -----------------------------------------------------------------------------------
@@ -456,9 +438,7 @@ def test_ascend_store_s_scheduler_side_brings_back_what_its_metadata_had_saved()
         assert (fetched["status"], fetched["tokens"]) == ("applied", WHOLE), fetched
         assert found == WHOLE
         assert "no delete" in evicted["reason"]
-        assert not engine.scheduler.connector.connector_scheduler.load_specs
-        assert not engine.scheduler.requests
-        assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
+        engine.assert_nothing_is_left()
 
 
 @needs_ascend

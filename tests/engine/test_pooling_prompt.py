@@ -4,7 +4,7 @@ Two engines stand for two servers: what one has saved the other has never seen.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +17,20 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.request import Request
 
-from tests.engine.pooling_rig import PoolingClock, PoolingEngine, pooling_engine
-from tests.engine.rig import BLOCK, hinted, prompt
+from tests.engine.pooling_rig import PoolingEngine, pooling_engine
+from tests.engine.rig import BLOCK, Clock, hinted, prompt
 from vllm_agent_hint.engine.own_prompts import PromptHasher
 from vllm_agent_hint.kvcache.block import Zone
 from vllm_agent_hint.pooling.tracker import Origin
 from vllm_agent_hint.sessions.intent import SessionKey
 from vllm_agent_hint.settings import Settings
 
+pytestmark = pytest.mark.usefixtures("clock")
+
 WHOLE = 20 * BLOCK
 CONTEXT = prompt(1, WHOLE + 3)
 RESUME = [*CONTEXT, *prompt(6, 2 * BLOCK)]
 KEY = SessionKey("", None, "here")
-
-
-@pytest.fixture(autouse=True)
-def clock() -> Iterator[PoolingClock]:
-    clock = PoolingClock()
-    clock.start()
-    yield clock
-    clock.stop()
 
 
 def plain(
@@ -218,9 +212,7 @@ def test_several_prompts_come_each_as_far_as_there_is_something(tmp_path: Path) 
     second.assert_nothing_is_left()
 
 
-def test_the_ttl_is_what_the_sessions_manifest_has_left_of_it(
-    tmp_path: Path, clock: PoolingClock
-) -> None:
+def test_the_ttl_is_what_the_sessions_manifest_has_left_of_it(tmp_path: Path, clock: Clock) -> None:
     saved(tmp_path, session_id="here", ttl=600.0)
     second = server(tmp_path)
 
@@ -378,7 +370,7 @@ def test_edits_behind_a_request_do_not_see_the_prompts_of_a_call(tmp_path: Path)
 
 
 def test_a_prompt_for_which_there_is_no_room_is_rejected_and_may_be_sent_again(
-    tmp_path: Path, clock: PoolingClock
+    tmp_path: Path, clock: Clock
 ) -> None:
     saved(tmp_path)
     second = server(tmp_path, settings=Settings(prefetch_reserve=0.9, protected_share=1.0))
@@ -391,7 +383,7 @@ def test_a_prompt_for_which_there_is_no_room_is_rejected_and_may_be_sent_again(
     second.assert_nothing_is_left()
 
 
-def prefetch_later(engine: PoolingEngine, clock: PoolingClock) -> dict[str, Any]:
+def prefetch_later(engine: PoolingEngine, clock: Clock) -> dict[str, Any]:
     engine.call("edit", session_id="here", edits=[{"type": "prefetch"}], prompts=[plain(RESUME)])
     clock.advance(31.0)
     engine.step()

@@ -5,30 +5,21 @@ is overwritten while it is saved or loaded, or served without having been loaded
 """
 
 import random
-from collections.abc import Iterator
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 
 from tests.engine.invariants import check_queue, check_zones
-from tests.engine.pooling_rig import PoolingClock, PoolingEngine, pooling_engine
-from tests.engine.rig import BLOCK, hinted, prompt
+from tests.engine.pooling_rig import PoolingEngine, pooling_engine
+from tests.engine.rig import BLOCK, Clock, hinted, prompt
 from vllm_agent_hint.settings import Settings
 
 SESSIONS = "abcd"
 EDITS = ("offload", "prefetch", "evict", "offload", "prefetch")
 
 
-@pytest.fixture
-def clock() -> Iterator[PoolingClock]:
-    clock = PoolingClock()
-    clock.start()
-    yield clock
-    clock.stop()
-
-
 class Storm:
-    def __init__(self, engine: PoolingEngine, clock: PoolingClock, seed: int) -> None:
+    def __init__(self, engine: PoolingEngine, clock: Clock, seed: int) -> None:
         self.engine = engine
         self.clock = clock
         self.random = random.Random(seed)
@@ -120,7 +111,7 @@ class Storm:
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 def test_after_a_storm_nothing_is_left_and_no_request_has_read_wrong_content(
-    clock: PoolingClock, seed: int, asynchronous: bool
+    clock: Clock, seed: int, asynchronous: bool
 ) -> None:
     engine = pooling_engine(
         num_blocks=90,

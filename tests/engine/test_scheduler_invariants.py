@@ -3,6 +3,7 @@
 import os
 import sys
 from concurrent.futures import Future
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -49,8 +50,8 @@ class HintedScheduler(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.clock = Clock()
-        self.clock.start()
+        self.while_it_runs = ExitStack()
+        self.clock = self.while_it_runs.enter_context(Clock())
         self.contexts: dict[str, list[int]] = {}
         self.num_operations = 0
         self.unanswered: list[Future[Any]] = []
@@ -426,7 +427,7 @@ class HintedScheduler(RuleBasedStateMachine):
             if hasattr(self, "engine") and not has_failed:
                 self._end()
         finally:
-            self.clock.stop()
+            self.while_it_runs.close()
 
     def _end(self) -> None:
         """Invariant 4: nothing is left of what has ended."""

@@ -1,8 +1,6 @@
 """Shadow mode: every account is kept, and every block id is the one that stock would hand out."""
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -55,16 +53,6 @@ hinted_operations = st.one_of(
 """A number is seconds that pass."""
 
 
-@contextmanager
-def moving_clock() -> Iterator[Clock]:
-    clock = Clock()
-    clock.start()
-    try:
-        yield clock
-    finally:
-        clock.stop()
-
-
 def shadowed(**options: Any) -> tuple[Engine, Engine]:
     """A stock engine, and one in shadow mode."""
     settings = Settings(shadow=True, **options.pop("settings", {}))
@@ -107,7 +95,7 @@ def test_hinted_requests_edits_and_expiry_leave_every_block_where_stock_has_it(
     release_slice: int,
     expired_enters: Placement,
 ) -> None:
-    with moving_clock() as clock:
+    with Clock() as clock:
         stock, shadow = shadowed(
             kind=kind,
             asynchronous=asynchronous,

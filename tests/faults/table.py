@@ -9,7 +9,6 @@ from tests.faults.fault import Fault
 
 # The property tests of the invariants.
 STOCK_QUEUE: Final = "engine/test_queue.py::TestUnhintedQueue"
-STOCK_POOL: Final = "engine/test_pool.py::TestUnhintedPool"
 STOCK_SCHEDULE: Final = (
     "engine/test_scheduler_identity.py::test_unhinted_requests_are_scheduled_as_by_stock_vllm"
 )
@@ -501,7 +500,7 @@ FAULTS: Final = (
     Fault(
         "a turn that a stop string ends counts as aborted",
         breaks="whatever the client wanted is a success",
-        file="engine/hooks.py",
+        file="engine/completion.py",
         old="in Counter(request_ids).items() if times > 1]",
         new="in Counter(request_ids).items() if times > 2]",
         tests=("engine/test_scheduler_retention.py",),
@@ -856,7 +855,7 @@ FAULTS: Final = (
         "a hook has no guard",
         breaks="no fault of the session core reaches vLLM",
         file="engine/hooks.py",
-        old="    @_outlives_sam\n    def blocks_reused",
+        old="    @answers(None)\n    def blocks_reused",
         new="    def blocks_reused",
         tests=(
             "engine/test_fail_open.py::test_a_fault_at_any_hook_leaves_plain_lru_and_the_metrics_say_so",
@@ -950,7 +949,7 @@ FAULTS: Final = (
     Fault(
         "answers are recorded with their prompts",
         breaks="a trace holds the blocks of prompts",
-        file="engine/hooks.py",
+        file="engine/traffic.py",
         old="            request.block_hashes[:num_blocks],\n",
         new="            request.block_hashes,\n",
         tests=("engine/test_capture.py",),
@@ -974,9 +973,9 @@ FAULTS: Final = (
     Fault(
         "a fault of the recording drops the sessions",
         breaks="recording harms nothing else",
-        file="engine/hooks.py",
+        file="engine/traffic.py",
         old='logger.exception("vllm-agent-hint: recording traffic failed; ',
-        new='self.drop_sessions("recording traffic failed; ',
+        new='self._end.__self__.drop_sessions("recording traffic failed; ',
         tests=("engine/test_capture.py",),
     ),
     Fault(

@@ -11,17 +11,14 @@ that can share one. Both fork; ``serve_in_full`` starts ``vllm serve`` from noth
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from tests.serve.mooncake_rig import MooncakeMaster, mooncake_master, why_no_mooncake
 from tests.serve.rig import MAX_MODEL_LEN, ForkLauncher, Serve, TestServer, forked_server
 from vllm_agent_hint.cli.demo.server import running_server, server_environment
-
-StartServer = Callable[
-    [Path, Path, Mapping[str, str], Sequence[str]], AbstractContextManager[TestServer]
-]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -80,6 +77,15 @@ def serve_in_full(
 
     with ExitStack() as running:
         yield start
+
+
+@pytest.fixture
+def mooncake(tmp_path: Path) -> Iterator[MooncakeMaster]:
+    """The environment of servers that use a Mooncake master of the test's own, and its process."""
+    if reason := why_no_mooncake():
+        pytest.skip(reason)
+    with mooncake_master(tmp_path) as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

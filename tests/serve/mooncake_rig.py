@@ -8,9 +8,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 from tests.stores import MOONCAKE, mooncake_libraries
 from vllm_agent_hint.cli.demo.server import free_port
+
+MooncakeMaster: TypeAlias = tuple[dict[str, str], subprocess.Popen[bytes]]
 
 _FIND = "import mooncake.store, mooncake; print(list(mooncake.__path__)[0])"
 
@@ -37,7 +40,7 @@ def why_no_mooncake() -> str:
 
 
 @contextmanager
-def mooncake_master(folder: Path) -> Iterator[tuple[dict[str, str], subprocess.Popen[bytes]]]:
+def mooncake_master(folder: Path) -> Iterator[MooncakeMaster]:
     """Starts a master. Gives the environment of servers that use it, and its process."""
     environment = {**os.environ, **mooncake_environment()}
     package = subprocess.check_output([sys.executable, "-c", _FIND], env=environment, text=True)

@@ -3,35 +3,25 @@
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.serve.at_rest import wait_until
 from tests.serve.pooling_rig import (
+    HINT,
     KINDS,
+    away,
     edit,
     files_of,
     flood,
+    loaded,
     manage,
     outcome,
+    residency,
     tier,
     with_connector,
 )
-from tests.serve.rig import Serve, TestServer, tokens
-
-HINT = {"session_id": "agent", "cache_control": {"type": "ephemeral", "ttl": 600}}
-
-
-def residency(server: TestServer, session_id: str = "agent") -> dict[str, Any]:
-    response = server.get(f"/v1/agent_hint/sessions/{session_id}")
-    assert response.status_code == 200, response.text
-    (only,) = response.json()["residency"]
-    return dict(only)
-
-
-def loaded(server: TestServer) -> float:
-    """Tokens that the connector has brought, for whomever."""
-    return server.metrics().total("vllm:external_prefix_cache_hits_total")
+from tests.serve.rig import Serve, tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,9 +80,7 @@ def test_who_asks_to_wait_is_answered_when_the_transfer_is_over_and_not_later_th
     serve: Serve,
 ) -> None:
     server = serve("qwen3-small", with_connector(40, extra=tier(load_bytes_per_second=2e6)))
-    server.complete(tokens(2_000, 1), HINT)
-    edit(server, "agent", "offload")
-    flood(server)
+    away(server, tokens(2_000, 1))
 
     hurried = manage(server, "agent", "prefetch", wait_seconds=0.1)
     patient = server.post(
@@ -172,9 +160,7 @@ def test_a_session_that_is_expected_back_finds_its_context_there(serve: Serve) -
     flood(server, requests=3)
     assert residency(server)["local"] == 0
 
-    until = time.monotonic() + 8
-    while not residency(server)["local"] and time.monotonic() < until:
-        time.sleep(0.2)
+    wait_until(lambda: residency(server)["local"] > 0, seconds=8)
     before = loaded(server)
 
     assert server.complete([*context, *answer.token_ids]).cached_tokens == 1_920 + 128

@@ -7,18 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.serve.pooling_rig import KINDS, edit, files_of, tier, with_connector
+from tests.serve.at_rest import wait_until
+from tests.serve.pooling_rig import KINDS, edit, files_of, hinted, loaded, tier, with_connector
 from tests.serve.rig import Serve, tokens
 
 SALT = "a salt of its own"
 
 
-def hint(session_id: str = "agent") -> dict[str, Any]:
-    return {
-        "session_id": session_id,
-        "cache_control": {"ttl": 600},
-        "context_management": {"edits": [{"type": "offload"}]},
-    }
+def offloading(session_id: str = "agent") -> dict[str, Any]:
+    return {**hinted(session_id), "context_management": {"edits": [{"type": "offload"}]}}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -30,11 +27,9 @@ def test_a_session_retained_on_one_server_resumes_on_the_other_after_the_first_h
     environment = {"PYTHONHASHSEED": "0", "VLLM_AGENT_HINT_KEEP_ALIVE_SECONDS": "0.3"}
     first, second = serve(model, shared, environment), serve(model, shared, environment)
     context = tokens(2_000, 1)
-    said = first.complete(context, hint(), max_tokens=8)
+    said = first.complete(context, offloading(), max_tokens=8)
     # The edits ran after the answer.
-    until = time.monotonic() + 10
-    while len(files_of(tmp_path)) < 15 and time.monotonic() < until:
-        time.sleep(0.1)
+    wait_until(lambda: len(files_of(tmp_path)) >= 15)
     time.sleep(0.5)
     first.stop()
 
@@ -43,13 +38,13 @@ def test_a_session_retained_on_one_server_resumes_on_the_other_after_the_first_h
     for file in files:
         os.utime(file, (1, 1))
     time.sleep(0.8)
-    before = second.metrics().total("vllm:external_prefix_cache_hits_total")
+    before = loaded(second)
     resumed = second.complete([*context, *said.token_ids], {"session_id": "agent"})
 
     assert fetched["status"] == "applied", fetched
     assert fetched["tokens"] == 1_920
     assert resumed.cached_tokens == 1_920
-    assert second.metrics().total("vllm:external_prefix_cache_hits_total") == before
+    assert loaded(second) == before
     kept = [file for file in files if file.stat().st_mtime > 1]
     assert len(kept) >= 15, "its keep-alive has survived the first server"
 
@@ -59,11 +54,9 @@ def test_hashes_of_another_scheme_are_incompatible_and_no_stranger_learns_a_sess
 ) -> None:
     shared = with_connector(40, extra=tier(directory=str(tmp_path)))
     first = serve("qwen3-small", shared, {"PYTHONHASHSEED": "0"})
-    first.complete(tokens(2_000, 1), hint())
-    first.complete(tokens(2_000, 2), hint("salted"), cache_salt=SALT)
-    until = time.monotonic() + 10
-    while len(list(tmp_path.glob("sessions/*/*.json"))) < 2 and time.monotonic() < until:
-        time.sleep(0.1)
+    first.complete(tokens(2_000, 1), offloading())
+    first.complete(tokens(2_000, 2), offloading("salted"), cache_salt=SALT)
+    wait_until(lambda: len(list(tmp_path.glob("sessions/*/*.json"))) >= 2)
 
     other = serve("qwen3-small", shared, {"PYTHONHASHSEED": "1"})
     (foreign,) = edit(other, "agent", "prefetch")

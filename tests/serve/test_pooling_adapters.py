@@ -1,6 +1,7 @@
 """Other KV connectors of vLLM, each on a real server that uses it."""
 
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +10,10 @@ from typing import Any
 import pytest
 
 from tests.serve.lmcache_rig import lmcache_environment, lmcache_server, why_no_lmcache
-from tests.serve.mooncake_rig import mooncake_master, why_no_mooncake
-from tests.serve.pooling_rig import KINDS, edit, flood, tier, with_connector
-from tests.serve.rig import Serve, tokens
+from tests.serve.mooncake_rig import MooncakeMaster
+from tests.serve.pooling_rig import HINT, KINDS, away, edit, flood, round_trip, tier, with_connector
+from tests.serve.rig import Serve, TestServer, tokens
 
-HINT = {"session_id": "agent", "cache_control": {"type": "ephemeral", "ttl": 600}}
 CONTEXT = tokens(2_000, 1)
 
 
@@ -23,6 +23,19 @@ def example(folder: Path) -> dict[str, Any]:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": str(folder)},
     }
+
+
+def assert_its_end_costs_the_prefetch_alone(
+    store: subprocess.Popen[bytes], server: TestServer
+) -> None:
+    """The store dies while it has a session; requests go on as they would."""
+    said = away(server, CONTEXT).token_ids
+    store.kill()
+
+    (fetched,) = edit(server, "agent", "prefetch")
+
+    assert fetched["status"] in ("missing", "failed"), fetched
+    assert server.complete(CONTEXT, HINT).token_ids == said
 
 
 def test_a_connector_without_an_adapter_is_unsupported_by_name_and_serves_as_before(
@@ -52,17 +65,11 @@ def test_the_connectors_within_a_multi_connector_do_what_each_can(
     server = serve("qwen3-small", with_connector(40, "MultiConnector", {"connectors": inner}))
     first = server.complete(CONTEXT, HINT, max_tokens=200)
 
-    (parked,) = edit(server, "agent", "offload")
-    flood(server)
-    (fetched,) = edit(server, "agent", "prefetch")
-    resumed = server.complete([*CONTEXT, *first.token_ids], HINT)
-    (evicted,) = edit(server, "agent", "evict")
+    trip = round_trip(server, [*CONTEXT, *first.token_ids])
 
-    assert (parked["status"], parked["tokens"]) == ("applied", 2_176)
-    assert (fetched["status"], fetched["tokens"]) == ("applied", 2_176)
-    assert resumed.cached_tokens == 2_176
-    assert evicted["status"] == "applied"
-    assert "no adapter for ExampleConnector" in evicted["reason"]
+    trip.assert_came_back_whole(2_176)
+    assert trip.evicted["status"] == "applied"
+    assert "no adapter for ExampleConnector" in trip.evicted["reason"]
 
 
 # -- vLLM's own tiers ------------------------------------------------------------------------------
@@ -86,16 +93,10 @@ def test_vllm_s_cpu_tier_parks_a_session_and_gives_it_back(serve_in_full: Serve,
     server = serve_in_full(model, args, with_tests_importable())
     server.complete(CONTEXT, HINT)
 
-    (parked,) = edit(server, "agent", "offload")
-    flood(server)
-    (fetched,) = edit(server, "agent", "prefetch")
-    resumed = server.complete([*CONTEXT, *tokens(100, 3)], HINT)
-    (evicted,) = edit(server, "agent", "evict")
+    trip = round_trip(server, [*CONTEXT, *tokens(100, 3)])
 
-    assert (parked["status"], parked["tokens"]) == ("applied", 1_920)
-    assert (fetched["status"], fetched["tokens"]) == ("applied", 1_920)
-    assert resumed.cached_tokens == 1_920
-    assert "CPUOffloadingManager can't delete" in evicted["reason"]
+    trip.assert_came_back_whole(1_920)
+    assert "CPUOffloadingManager can't delete" in trip.evicted["reason"]
 
 
 def test_a_prefetch_reaches_what_only_vllm_s_disk_tier_still_has(
@@ -108,80 +109,48 @@ def test_a_prefetch_reaches_what_only_vllm_s_disk_tier_still_has(
     server = serve_in_full("qwen3-small", with_connector(40, extra=extra), with_tests_importable())
     said = server.complete(CONTEXT, HINT).token_ids
 
-    (parked,) = edit(server, "agent", "offload")
-    flood(server)
-    assert list(tmp_path.rglob("*.bin"))
-    (fetched,) = edit(server, "agent", "prefetch")
-    before = server.metrics().total("vllm:external_prefix_cache_hits_total")
-    resumed = server.complete(CONTEXT, HINT)
-    after = server.metrics().total("vllm:external_prefix_cache_hits_total")
+    trip = round_trip(server, CONTEXT)
 
-    assert (parked["status"], parked["tokens"]) == ("applied", 1_920)
-    assert (fetched["status"], fetched["tokens"]) == ("applied", 1_920)
-    assert (resumed.cached_tokens, resumed.token_ids) == (1_920, said)
-    assert before == after
+    assert list(tmp_path.rglob("*.bin"))
+    trip.assert_came_back_whole(1_920)
+    assert trip.resumed.token_ids == said
 
 
 # -- Mooncake --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def master(tmp_path: Path) -> Iterator[Any]:
-    if reason := why_no_mooncake():
-        pytest.skip(reason)
-    with mooncake_master(tmp_path) as running:
-        yield running
-
-
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_a_mooncake_store_parks_a_session_and_gives_it_back(
-    serve_in_full: Serve, master: Any, kind: str
+    serve_in_full: Serve, mooncake: MooncakeMaster, kind: str
 ) -> None:
-    environment, _ = master
+    environment, _ = mooncake
     model, blocks = KINDS[kind]
     args = with_connector(blocks, "MooncakeStoreConnector", {"save_decode_cache": True})
     server = serve_in_full(model, args, environment)
     server.complete(CONTEXT, HINT)
 
-    (parked,) = edit(server, "agent", "offload")
-    flood(server)
-    (fetched,) = edit(server, "agent", "prefetch")
-    before = server.metrics().total("vllm:external_prefix_cache_hits_total")
-    resumed = server.complete([*CONTEXT, *tokens(100, 3)], HINT)
-    after = server.metrics().total("vllm:external_prefix_cache_hits_total")
-    (evicted,) = edit(server, "agent", "evict")
+    trip = round_trip(server, [*CONTEXT, *tokens(100, 3)])
 
-    assert (parked["status"], parked["tokens"]) == ("applied", 1_920), parked
-    assert (fetched["status"], fetched["tokens"]) == ("applied", 1_920), fetched
-    assert resumed.cached_tokens == 1_920
-    assert before == after
-    assert "no delete" in evicted["reason"]
+    trip.assert_came_back_whole(1_920)
+    assert "no delete" in trip.evicted["reason"]
 
 
 def test_a_mooncake_master_that_dies_costs_transfers_and_no_request(
-    serve_in_full: Serve, master: Any
+    serve_in_full: Serve, mooncake: MooncakeMaster
 ) -> None:
-    environment, process = master
+    environment, process = mooncake
     server = serve_in_full(
         "qwen3-small", with_connector(40, "MooncakeStoreConnector", {}), environment
     )
-    said = server.complete(CONTEXT, HINT).token_ids
-    assert edit(server, "agent", "offload")[0]["status"] == "applied"
-    flood(server)
-    process.kill()
-
-    (fetched,) = edit(server, "agent", "prefetch")
-
-    assert fetched["status"] in ("missing", "failed"), fetched
-    assert server.complete(CONTEXT, HINT).token_ids == said
+    assert_its_end_costs_the_prefetch_alone(process, server)
 
 
 def test_two_servers_over_one_mooncake_store_resume_each_other_s_sessions(
-    serve_in_full: Serve, master: Any
+    serve_in_full: Serve, mooncake: MooncakeMaster
 ) -> None:
     """Each request finds what the other server has saved; what a prefetch finds says
     ``test_pooling_mooncake_manifest``."""
-    environment, _ = master
+    environment, _ = mooncake
     first, second = (
         serve_in_full(
             "qwen3-small",
@@ -222,19 +191,11 @@ def test_an_lmcache_server_parks_a_session_and_gives_it_back(
     server = serve_in_full("qwen3-small", with_lmcache(port), environment)
     said = server.complete(CONTEXT, HINT).token_ids
 
-    (parked,) = edit(server, "agent", "offload")
-    flood(server)
-    (fetched,) = edit(server, "agent", "prefetch")
-    before = server.metrics().total("vllm:external_prefix_cache_hits_total")
-    resumed = server.complete(CONTEXT, HINT)
-    after = server.metrics().total("vllm:external_prefix_cache_hits_total")
-    (evicted,) = edit(server, "agent", "evict")
+    trip = round_trip(server, CONTEXT)
 
-    assert (parked["status"], parked["tokens"]) == ("applied", 1_920), parked
-    assert (fetched["status"], fetched["tokens"]) == ("applied", 1_920), fetched
-    assert (resumed.cached_tokens, resumed.token_ids) == (1_920, said)
-    assert before == after
-    assert "no delete" in evicted["reason"]
+    trip.assert_came_back_whole(1_920)
+    assert trip.resumed.token_ids == said
+    assert "no delete" in trip.evicted["reason"]
 
 
 def test_what_a_look_up_has_locked_in_lmcache_is_given_back_and_keep_alive_is_one(
@@ -264,15 +225,7 @@ def test_an_lmcache_server_that_dies_costs_transfers_and_no_request(
     port, process, environment = lmcache
     quick = {"lmcache.mp.mq_timeout": 2.0, "lmcache.mp.heartbeat_interval": 1.0}
     server = serve_in_full("qwen3-small", with_lmcache(port, **quick), environment)
-    said = server.complete(CONTEXT, HINT).token_ids
-    assert edit(server, "agent", "offload")[0]["status"] == "applied"
-    flood(server)
-    process.kill()
-
-    (fetched,) = edit(server, "agent", "prefetch")
-
-    assert fetched["status"] in ("missing", "failed"), fetched
-    assert server.complete(CONTEXT, HINT).token_ids == said
+    assert_its_end_costs_the_prefetch_alone(process, server)
 
 
 def test_larger_chunks_of_lmcache_than_blocks_make_an_offload_partial(

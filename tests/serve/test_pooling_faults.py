@@ -8,17 +8,26 @@ from typing import Any
 
 import pytest
 
-from tests.serve.pooling_rig import KINDS, edit, flood, manage, outcome, tier, with_connector
+from tests.serve.at_rest import ours, wait_until
+from tests.serve.pooling_rig import (
+    HINT,
+    KINDS,
+    away,
+    edit,
+    manage,
+    outcome,
+    stock_server,
+    tier,
+    with_connector,
+)
 from tests.serve.rig import Serve, TestServer, tokens
 
-HINT = {"session_id": "agent", "cache_control": {"type": "ephemeral", "ttl": 600}}
 CONTEXT = tokens(2_000, 1)
 
 
 def without_hints(serve: Serve, kind: str) -> list[int]:
     model, blocks = KINDS[kind]
-    args = ["--max-model-len", "4096", "--num-gpu-blocks-override", str(blocks)]
-    return serve(model, args, {"VLLM_AGENT_HINT": "0"}).complete(CONTEXT).token_ids
+    return stock_server(serve, model, blocks).complete(CONTEXT).token_ids
 
 
 def on_disk(server_of: Serve, kind: str, directory: Path, **options: Any) -> TestServer:
@@ -35,15 +44,10 @@ def test_a_directory_that_goes_away_during_a_load_fails_the_prefetch_and_no_requ
 ) -> None:
     store = tmp_path / "store"
     server = on_disk(serve, kind, store, load_bytes_per_second=2e6)
-    server.complete(CONTEXT, HINT)
-    edit(server, "agent", "offload")
-    flood(server)
+    away(server, CONTEXT)
 
     report = manage(server, "agent", "prefetch")
-    until = time.monotonic() + 5
-    while not server.metrics().total("vllm:agent_hint_prefetches_loading"):
-        manage(server, "nobody", "evict")
-        assert time.monotonic() < until
+    wait_until(lambda: ours(server, "prefetches_loading") == 1)
     shutil.rmtree(store)
     (result,) = outcome(server, report["operation_id"])["results"]
     again = server.complete(CONTEXT, HINT)
@@ -59,9 +63,7 @@ def test_a_directory_that_goes_away_during_a_request_s_own_load_costs_time_and_n
 ) -> None:
     store = tmp_path / "store"
     server = on_disk(serve, "dense", store, load_bytes_per_second=1e6)
-    server.complete(CONTEXT, HINT)
-    edit(server, "agent", "offload")
-    flood(server)
+    away(server, CONTEXT)
     answers: list[Any] = []
     asking = threading.Thread(target=lambda: answers.append(server.complete(CONTEXT)))
     asking.start()
@@ -76,9 +78,7 @@ def test_requests_go_on_at_once_while_prefetches_load(serve: Serve) -> None:
     """A slow store makes a prefetch slow, not those who do not wait for it."""
     slow = tier(load_bytes_per_second=1e6)
     server = serve("qwen3-small", with_connector(80, extra=slow))
-    server.complete(CONTEXT, HINT)
-    edit(server, "agent", "offload")
-    flood(server, requests=8)
+    away(server, CONTEXT, requests=8)
     report = manage(server, "agent", "prefetch")
     began = time.monotonic()
     for k in range(5):
@@ -108,9 +108,7 @@ def test_pause_sleep_and_reset_give_up_a_prefetch_and_it_can_be_asked_for_again(
     paused_server: TestServer, calls: list[str]
 ) -> None:
     server = paused_server
-    server.complete(CONTEXT, HINT)
-    edit(server, "agent", "offload")
-    flood(server, requests=8)
+    away(server, CONTEXT, requests=8)
     report = manage(server, "agent", "prefetch")
 
     for call in calls:

@@ -23,11 +23,15 @@ import pytest
 from tests.serve.at_rest import assert_nothing_is_left, ours, wait_until
 from tests.serve.pooling_rig import (
     KINDS,
+    away,
     edit,
     files_of,
     flood,
+    hinted,
     manage,
     outcome,
+    residency,
+    stock_server,
     tier,
     with_connector,
 )
@@ -43,24 +47,10 @@ WAIT_SECONDS = 0.5
 Answers = Callable[..., list[int]]
 
 
-def hint(session_id: str, ttl: int = 600) -> dict[str, Any]:
-    return {"session_id": session_id, "cache_control": {"type": "ephemeral", "ttl": ttl}}
-
-
-def residency(server: TestServer, session_id: str) -> dict[str, Any]:
-    response = server.get(f"/v1/agent_hint/sessions/{session_id}")
-    (only,) = response.json()["residency"]
-    return dict(only)
-
-
 @pytest.fixture(scope="module")
 def plain(serve_module: Serve) -> Answers:
     """What a server without hints and without a connector answers."""
-    server = serve_module(
-        SMALL,
-        ["--max-model-len", "4096", "--num-gpu-blocks-override", "120"],
-        {"VLLM_AGENT_HINT": "0"},
-    )
+    server = stock_server(serve_module, SMALL)
     return lambda prompt, max_tokens=4: server.complete(prompt, max_tokens=max_tokens).token_ids
 
 
@@ -100,7 +90,7 @@ def test_a_store_that_dies_in_the_middle_of_a_save_leaves_what_is_local(
 ) -> None:
     server, directory = disk
     context = tokens(1_500, 11)
-    said = server.complete(context, hint("saver"), max_tokens=800).token_ids
+    said = server.complete(context, hinted("saver"), max_tokens=800).token_ids
     local, protected = residency(server, "saver")["local"], ours(server, "blocks", zone="ttl")
 
     report = manage(server, "saver", "offload")
@@ -116,7 +106,7 @@ def test_a_store_that_dies_in_the_middle_of_a_save_leaves_what_is_local(
     (again,) = edit(server, "saver", "offload")
     flood(server)
     (fetched,) = edit(server, "saver", "prefetch")
-    resumed = server.complete([*context, *said, *tokens(50, 13)], hint("saver"))
+    resumed = server.complete([*context, *said, *tokens(50, 13)], hinted("saver"))
     assert [again["status"], fetched["status"]] == ["applied", "applied"], (again, fetched)
     assert resumed.cached_tokens == again["tokens"] == local
     assert said == plain(context, 800)
@@ -129,7 +119,7 @@ def test_an_offload_waits_for_what_its_own_request_is_still_saving(
 ) -> None:
     """The connector saves prompts by itself: nothing is left to save, and nothing there yet."""
     server, _ = disk
-    server.complete(tokens(2_000, 15), hint("hurried"), max_tokens=2)
+    server.complete(tokens(2_000, 15), hinted("hurried"), max_tokens=2)
 
     report = manage(server, "hurried", "offload")
     (result,) = outcome(server, report["operation_id"])["results"]
@@ -144,16 +134,14 @@ def test_a_store_that_dies_in_the_middle_of_a_load_costs_the_prefetch_alone(
 ) -> None:
     server, directory = disk
     context = tokens(2_000, 21)
-    server.complete(context, hint("loader"))
-    assert edit(server, "loader", "offload")[0]["status"] == "applied"
-    flood(server, seed=200)
+    away(server, context, "loader", seed=200)
     failures = ours(server, "transfer_failures_total")
 
     report = manage(server, "loader", "prefetch")
     wait_until(lambda: ours(server, "prefetches_loading") == 1)
     with dead(directory):
         (result,) = outcome(server, report["operation_id"])["results"]
-        again = server.complete(context, hint("loader"))
+        again = server.complete(context, hinted("loader"))
 
     assert result["status"] in ("failed", "partial"), result
     counted = ours(server, "transfer_failures_total") - failures
@@ -168,9 +156,7 @@ def test_files_that_hold_other_bytes_are_failed_blocks_and_are_computed_anew(
     server, directory = disk
     context = tokens(2_000, 31)
     before = set(files_of(directory))
-    server.complete(context, hint("damaged"))
-    assert edit(server, "damaged", "offload")[0]["status"] == "applied"
-    flood(server, seed=300)
+    away(server, context, "damaged", seed=300)
     damaged = set(files_of(directory)) - before
     for file in damaged:
         content = bytearray(file.read_bytes())
@@ -179,7 +165,7 @@ def test_files_that_hold_other_bytes_are_failed_blocks_and_are_computed_anew(
 
     (result,) = edit(server, "damaged", "prefetch")
     left = sum(file.exists() for file in damaged)
-    resumed = server.complete(context, hint("damaged"))
+    resumed = server.complete(context, hinted("damaged"))
 
     assert result["status"] in ("failed", "partial"), result
     assert "the connector could not" in result["reason"]
@@ -194,9 +180,7 @@ def test_a_disk_that_hangs_keeps_waiting_who_loads_from_it_and_nobody_else(
     server, directory = disk
     context = tokens(2_000, 35)
     before = set(files_of(directory))
-    server.complete(context, hint("hanging"))
-    assert edit(server, "hanging", "offload")[0]["status"] == "applied"
-    flood(server, seed=350)
+    away(server, context, "hanging", seed=350)
     hanging = [file for file in files_of(directory) if file not in before]
     for file in hanging:
         # Who opens it to read waits until somebody opens it to write.
@@ -221,7 +205,7 @@ def test_a_disk_that_hangs_keeps_waiting_who_loads_from_it_and_nobody_else(
     assert spent < 2.0
     assert beside.token_ids == plain(tokens(500, 36))
     assert result["status"] in ("failed", "partial"), result
-    assert server.complete(context, hint("hanging")).token_ids == plain(context)
+    assert server.complete(context, hinted("hanging")).token_ids == plain(context)
     assert_nothing_is_left(server)
 
 
@@ -239,9 +223,7 @@ def test_a_store_that_dies_during_keep_alive_is_asked_again_and_found(
 ) -> None:
     server, directory = disk
     context = tokens(2_000, 41)
-    server.complete(context, hint("kept"))
-    assert edit(server, "kept", "offload")[0]["status"] == "applied"
-    flood(server, seed=400)
+    away(server, context, "kept", seed=400)
     alive = ours(server, "keep_alives_total")
     wait_until(lambda: ours(server, "keep_alives_total") > alive)
 
@@ -253,7 +235,7 @@ def test_a_store_that_dies_during_keep_alive_is_asked_again_and_found(
     wait_until(lambda: ours(server, "keep_alives_total") >= alive + 15)
 
     assert edit(server, "kept", "prefetch")[0]["status"] == "applied"
-    resumed = server.complete([*context, *tokens(50, 43)], hint("kept"))
+    resumed = server.complete([*context, *tokens(50, 43)], hinted("kept"))
     assert resumed.cached_tokens == 1_920
     assert resumed.token_ids == plain([*context, *tokens(50, 43)])
     assert_nothing_is_left(server)
@@ -265,7 +247,7 @@ def test_a_store_that_dies_during_keep_alive_is_asked_again_and_found(
 def test_a_full_tier_takes_nothing_and_what_is_local_stays(serve: Serve, plain: Answers) -> None:
     server = serve(SMALL, with_connector(80, extra=tier(cpu_bytes_to_use=5 * CHUNK_BYTES)))
     large, small = tokens(2_000, 51), tokens(512, 52)
-    server.complete(large, hint("large"))
+    server.complete(large, hinted("large"))
 
     (refused,) = edit(server, "large", "offload")
     assert refused["status"] == "failed", refused
@@ -273,12 +255,12 @@ def test_a_full_tier_takes_nothing_and_what_is_local_stays(serve: Serve, plain: 
     assert residency(server, "large")["local"] == 1_920
     assert ours(server, "blocks", zone="ttl") == 15
     assert ours(server, "transfer_back_pressure_total") == 1
-    server.complete(small, hint("small"))
+    server.complete(small, hinted("small"))
     (taken,) = edit(server, "small", "offload")
     assert (taken["status"], taken["tokens"]) == ("applied", 512), taken
 
     flood(server)
-    again = server.complete([*large, *tokens(40, 53)], hint("large"))
+    again = server.complete([*large, *tokens(40, 53)], hinted("large"))
     assert again.cached_tokens == 1_920, "it was protected all along"
     assert again.token_ids == plain([*large, *tokens(40, 53)])
     assert_nothing_is_left(server)
@@ -297,9 +279,7 @@ def slow(serve_module: Serve) -> TestServer:
 
 def loading(server: TestServer, session_id: str, context: Sequence[int], seed: int) -> str:
     """Park a context, drive it out, and ask for it. Returns the operation, once it loads."""
-    server.complete(context, hint(session_id))
-    assert edit(server, session_id, "offload")[0]["status"] == "applied"
-    flood(server, seed=seed, requests=8)
+    away(server, context, session_id, seed=seed, requests=8)
     assert residency(server, session_id)["local"] == 0
     operation: str = manage(server, session_id, "prefetch")["operation_id"]
     wait_until(lambda: ours(server, "prefetches_loading") == 1)
@@ -320,10 +300,10 @@ def test_requests_aborted_while_their_session_is_prefetched_harm_neither(
     operation = loading(slow, "aborter", context, seed=600)
 
     for _ in range(3):
-        give_up(slow, [*context, *tokens(50, 62)], hint("aborter"))
-    give_up(slow, tokens(3_900, 63), hint("aborter"))
+        give_up(slow, [*context, *tokens(50, 62)], hinted("aborter"))
+    give_up(slow, tokens(3_900, 63), hinted("aborter"))
     (result,) = outcome(slow, operation)["results"]
-    resumed = slow.complete([*context, *tokens(50, 62)], hint("aborter"))
+    resumed = slow.complete([*context, *tokens(50, 62)], hinted("aborter"))
 
     assert (result["status"], result["tokens"]) == ("applied", 1_920), result
     assert resumed.cached_tokens == 1_920
@@ -340,7 +320,7 @@ def test_no_request_waits_for_a_prefetch_for_longer_than_the_bound(
     began = time.monotonic()
     stranger = slow.complete(tokens(300, 72), max_tokens=2)
     beside = time.monotonic() - began
-    same = slow.complete([*context, *tokens(50, 73)], hint("waiter"), max_tokens=2)
+    same = slow.complete([*context, *tokens(50, 73)], hinted("waiter"), max_tokens=2)
     for_its_own = time.monotonic() - began - beside
     still = slow.get(f"/v1/agent_hint/operations/{operation}").json()["status"]
 
@@ -357,11 +337,11 @@ def test_edits_of_a_session_that_is_running_count_for_what_is_recorded(
     slow: TestServer, plain: Answers
 ) -> None:
     context = tokens(1_000, 81)
-    slow.complete(context, hint("runner"))
+    slow.complete(context, hinted("runner"))
     grown = [*context, *tokens(300, 82)]
     answers: list[Completion] = []
     running = threading.Thread(
-        target=lambda: answers.append(slow.complete(grown, hint("runner"), max_tokens=1_200))
+        target=lambda: answers.append(slow.complete(grown, hinted("runner"), max_tokens=1_200))
     )
     running.start()
     wait_until(lambda: slow.metrics().total("vllm:num_requests_running") == 1)
@@ -391,7 +371,7 @@ def test_requests_preempted_while_a_load_holds_blocks_end_as_they_would(
 
     def ask(k: int) -> None:
         # Some of them belong to sessions, and one to the session that is being loaded.
-        session = [None, hint("other"), hint("bystander"), None][k]
+        session = [None, hinted("other"), hinted("bystander"), None][k]
         answers[k] = slow.complete(prompts[k], session, max_tokens=400).token_ids
 
     asking = [threading.Thread(target=ask, args=(k,)) for k in range(4)]
@@ -411,21 +391,15 @@ def test_requests_preempted_while_a_load_holds_blocks_end_as_they_would(
 
 def test_a_hybrid_model_s_states_outlive_aborts_and_preemption_during_a_load(serve: Serve) -> None:
     model, blocks = KINDS["hybrid"]
-    stock = serve(
-        model,
-        ["--max-model-len", "4096", "--num-gpu-blocks-override", "120"],
-        {"VLLM_AGENT_HINT": "0"},
-    )
+    stock = stock_server(serve, model)
     extra = tier(load_bytes_per_second=3e6)
     server = serve(model, with_connector(blocks, extra=extra))
     context = tokens(1_500, 141)
-    server.complete(context, hint("hybrid"))
-    assert edit(server, "hybrid", "offload")[0]["status"] == "applied"
-    flood(server, seed=1_400, requests=3)
+    away(server, context, "hybrid", seed=1_400, requests=3)
     operation = manage(server, "hybrid", "prefetch")["operation_id"]
     wait_until(lambda: ours(server, "prefetches_loading") == 1)
 
-    give_up(server, [*context, *tokens(50, 142)], hint("hybrid"))
+    give_up(server, [*context, *tokens(50, 142)], hinted("hybrid"))
     prompts = [tokens(1_250, 143 + k) for k in range(5)]
     with ThreadPoolExecutor(5) as clients:
         said = list(
@@ -433,7 +407,7 @@ def test_a_hybrid_model_s_states_outlive_aborts_and_preemption_during_a_load(ser
         )
     (result,) = outcome(server, operation)["results"]
     (again,) = edit(server, "hybrid", "prefetch")
-    resumed = server.complete([*context, *tokens(50, 142)], hint("hybrid"))
+    resumed = server.complete([*context, *tokens(50, 142)], hinted("hybrid"))
 
     assert server.metrics()["vllm:num_preemptions_total"] > 0
     assert result["status"] in ("applied", "partial"), result
@@ -450,7 +424,7 @@ def test_a_thousand_edits_at_once_all_end_and_requests_go_on_beside_them(
 ) -> None:
     contexts = {f"many-{k}": tokens(700 + 128 * k, 110 + k) for k in range(5)}
     for session, context in contexts.items():
-        slow.complete(context, hint(session))
+        slow.complete(context, hinted(session))
     dice = random.Random(0)
     kinds = ("offload", "prefetch", "evict")
     # After an evict there is nothing any more, so that most come before the first.
@@ -468,7 +442,7 @@ def test_a_thousand_edits_at_once_all_end_and_requests_go_on_beside_them(
     assert waits
     assert all(said == plain(tokens(200, 120)) for _, said in waits)
     for session, context in contexts.items():
-        assert slow.complete(context, hint(session)).token_ids == plain(context)
+        assert slow.complete(context, hinted(session)).token_ids == plain(context)
     assert_nothing_is_left(slow)
 
 

@@ -4,28 +4,15 @@ Where the package can't be had these are skipped: see ``mooncake_rig``.
 """
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.serve.mooncake_rig import mooncake_master, why_no_mooncake
-from tests.serve.pooling_rig import edit, flood, manage, outcome, with_connector
+from tests.serve.mooncake_rig import MooncakeMaster
+from tests.serve.pooling_rig import HINT, edit, flood, loaded, manage, outcome, with_connector
 from tests.serve.rig import Serve, TestServer, tokens
 from vllm_agent_hint.cli.demo.server import MODEL_NAME
 
-HINT = {"session_id": "agent", "cache_control": {"type": "ephemeral", "ttl": 600}}
 CONTEXT = tokens(2_000, 1)
 WHOLE = 1_920
-
-
-@pytest.fixture
-def master(tmp_path: Path) -> Iterator[Any]:
-    if reason := why_no_mooncake():
-        pytest.skip(reason)
-    with mooncake_master(tmp_path) as running:
-        yield running
 
 
 def server(serve: Serve, environment: dict[str, str], port: int, **more: str) -> TestServer:
@@ -56,17 +43,17 @@ def by_prompt(server: TestServer, session_id: str, **more: Any) -> dict[str, Any
 
 
 def test_a_session_is_prefetched_where_it_has_never_been_by_manifest_and_by_prompt(
-    serve_in_full: Serve, master: Any
+    serve_in_full: Serve, mooncake: MooncakeMaster
 ) -> None:
-    environment, _ = master
+    environment, _ = mooncake
     first, second = (server(serve_in_full, environment, port) for port in (0, 1))
     said = parked(first)
 
     salted = by_prompt(second, "salted", cache_salt="pepper")
     (fetched,) = edit(second, "agent", "prefetch")
-    before = second.metrics().total("vllm:external_prefix_cache_hits_total")
+    before = loaded(second)
     resumed = second.complete([*CONTEXT, *said, *tokens(100, 3)], {"session_id": "agent"})
-    after = second.metrics().total("vllm:external_prefix_cache_hits_total")
+    after = loaded(second)
     flood(second)
     other = by_prompt(second, "another")
     (nobody,) = edit(second, "nobody", "prefetch")
@@ -80,9 +67,9 @@ def test_a_session_is_prefetched_where_it_has_never_been_by_manifest_and_by_prom
 
 
 def test_an_evict_takes_the_page_away_though_somebody_has_just_looked_at_it(
-    serve_in_full: Serve, master: Any
+    serve_in_full: Serve, mooncake: MooncakeMaster
 ) -> None:
-    environment, _ = master
+    environment, _ = mooncake
     first, second = (server(serve_in_full, environment, port) for port in (0, 1))
     parked(first)
 
@@ -95,8 +82,10 @@ def test_an_evict_takes_the_page_away_though_somebody_has_just_looked_at_it(
     assert evicted["reason"] == "nothing is recorded for this session"
 
 
-def test_hashes_of_another_scheme_are_incompatible(serve_in_full: Serve, master: Any) -> None:
-    environment, _ = master
+def test_hashes_of_another_scheme_are_incompatible(
+    serve_in_full: Serve, mooncake: MooncakeMaster
+) -> None:
+    environment, _ = mooncake
     parked(server(serve_in_full, environment, 0))
     other = server(serve_in_full, environment, 1, PYTHONHASHSEED="1")
 
@@ -107,8 +96,10 @@ def test_hashes_of_another_scheme_are_incompatible(serve_in_full: Serve, master:
     assert by_prompt(other, "another")["reason"] == "the store has nothing of this prompt"
 
 
-def test_a_master_that_is_gone_holds_up_no_request(serve_in_full: Serve, master: Any) -> None:
-    environment, process = master
+def test_a_master_that_is_gone_holds_up_no_request(
+    serve_in_full: Serve, mooncake: MooncakeMaster
+) -> None:
+    environment, process = mooncake
     only = server(serve_in_full, environment, 0)
     only.complete(CONTEXT, HINT)
     process.kill()

@@ -22,6 +22,7 @@ from tests.serve.apis import (
     body,
     report,
 )
+from tests.serve.at_rest import wait_until
 from tests.serve.pooling_rig import KINDS, files_of, tier, with_connector
 from tests.serve.rig import Serve, TestServer, tokens
 from vllm_agent_hint.cli.demo.server import MODEL_NAME
@@ -168,9 +169,7 @@ def test_every_kind_of_model_resumes_by_the_prompt_alone(
     one, other = serve(model, shared, SAME_HASHES), serve(model, shared, SAME_HASHES)
     context = tokens(2_000, 1)
     said = one.complete(context, {"session_id": "there", **OFFLOADING}, max_tokens=8)
-    until = time.monotonic() + 10
-    while len(files_of(tmp_path)) < 15 and time.monotonic() < until:
-        time.sleep(0.1)
+    wait_until(lambda: len(files_of(tmp_path)) >= 15)
     time.sleep(0.5)
     one.stop()
     resumed_with = [*context, *said.token_ids, *tokens(300, 5)]

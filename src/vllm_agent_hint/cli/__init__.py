@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from vllm_agent_hint.cli import bench
+from vllm_agent_hint.cli.extra import imports_of_extra
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -51,13 +52,11 @@ def demo(
 
     Exits with 0 if it ran; the verdict is printed, and stands in OUT/demo.json.
     """
-    try:
+    with imports_of_extra("bench"):
         from vllm_agent_hint.cli.demo.client import LoadError
         from vllm_agent_hint.cli.demo.columns import COLUMNS
         from vllm_agent_hint.cli.demo.run import run_demo
         from vllm_agent_hint.cli.demo.server import ServerError
-    except ModuleNotFoundError as missing:
-        sys.exit(f"{missing.name} is missing. Cure: pip install 'vllm-agent-hint[bench]'")
 
     chosen = [column for column in COLUMNS if not only or column.name in only]
     if not chosen:

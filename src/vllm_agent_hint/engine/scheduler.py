@@ -43,8 +43,9 @@ class AgentSchedulerMixin:
             self.agent_hint.request_complete(request.request_id)
         arrived = self.agent_hint.take_hint(request)
         super().add_request(request, *args, **kwargs)  # type: ignore[misc]
-        if self.agent_hint.capture is not None and not is_known:
-            self.agent_hint.traffic_arrived(request, arrived)
+        traffic = self.agent_hint.traffic
+        if traffic is not None and not is_known:
+            traffic.request_added(request, arrived)
         if arrived is not None and not is_known:
             self.agent_hint.request_added(request, arrived)
 
@@ -52,8 +53,9 @@ class AgentSchedulerMixin:
         """As stock, after noting which of the requests are complete."""
         if self.agent_hint.tracked and isinstance(request_ids, list):
             self.agent_hint.requests_complete(request_ids)
-        if self.agent_hint.capture is not None and isinstance(request_ids, list):
-            self.agent_hint.traffic_complete(request_ids)
+        traffic = self.agent_hint.traffic
+        if traffic is not None and isinstance(request_ids, list):
+            traffic.requests_complete(request_ids)
         return super().finish_requests(request_ids, *args, **kwargs)  # type: ignore[misc]
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -68,8 +70,9 @@ class AgentSchedulerMixin:
         A connector may keep the blocks for longer. The edits don't wait for it, so that they run
         before the session's next turn is recorded.
         """
-        if self.agent_hint.capture is not None:
-            self.agent_hint.traffic_ended(request)
+        traffic = self.agent_hint.traffic
+        if traffic is not None:
+            traffic.request_ended(request)
         tracked = self.agent_hint.tracked.get(request.request_id)
         if self.agent_hint.remote is not None:
             self.agent_hint.remote.request_ends(request)

@@ -295,13 +295,12 @@ def _facts(hooks: EngineHooks, call: Call, now: float) -> Content:
 def _capture_start(hooks: EngineHooks, call: Call, now: float) -> Content:
     """Begin to record all traffic. Adds ``capture``, whose ``state`` is ``running``, ``busy`` with
     another one, or ``off``."""
-    running = hooks.capture
     if not load_settings().capture:
         return {"capture": {"state": "off"}}
-    if running is not None and not running.has_lapsed(now):
+    if hooks.traffic is not None and not hooks.traffic.capture.has_lapsed(now):
         return {"capture": {"state": "busy"}}
     block_size = hooks.manager.block_pool.hash_block_size
-    hooks.capture = TrafficCapture(call.capture_id, call.capture_key, block_size, now)
+    hooks.record_traffic(TrafficCapture(call.capture_id, call.capture_key, block_size, now))
     return {"capture": {"state": "running", "block_size": block_size}}
 
 
@@ -316,13 +315,13 @@ def _capture_stop(hooks: EngineHooks, call: Call, now: float) -> Content:
     running = _own_capture(hooks, call, now)
     if running is None:
         return _NO_CAPTURE
-    hooks.capture = None
+    hooks.end_traffic()
     ended = {"dropped": running.num_dropped, "unfinished": running.num_unfinished}
     return {"capture": {"state": "ended", **ended}}
 
 
 def _own_capture(hooks: EngineHooks, call: Call, now: float) -> TrafficCapture | None:
-    running = hooks.capture
+    running = None if hooks.traffic is None else hooks.traffic.capture
     if running is None or running.capture_id != call.capture_id or running.has_lapsed(now):
         return None
     return running

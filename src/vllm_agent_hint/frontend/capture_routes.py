@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from vllm_agent_hint.frontend.engine_calls import EngineAnswer, call_engines
-from vllm_agent_hint.frontend.rest_errors import AgentHintRoute, RefusedError
+from vllm_agent_hint.frontend.rest_errors import RefusedError, Responses, agent_hint_router
 from vllm_agent_hint.frontend.rest_models import NoQuery
 from vllm_agent_hint.settings import load_settings
 
@@ -83,19 +83,13 @@ class CaptureEnded(BaseModel):
     unfinished: Annotated[int, Field(description="Requests that had not ended.")]
 
 
-router = APIRouter(
-    prefix="/v1/agent_hint",
-    tags=["agent_hint"],
-    route_class=AgentHintRoute,
-    responses={
-        400: {"model": ErrorResponse, "description": "`param` names the field to correct."},
-        401: {"description": "An `--api-key` is wanted, in `Authorization: Bearer`."},
+router = agent_hint_router(
+    {
         403: {"model": ErrorResponse, "description": "The server's flag does not allow it."},
         503: {"model": ErrorResponse, "description": "An engine can't answer, or does not record."},
-        "default": {"model": ErrorResponse, "description": "Any other error."},
-    },
+    }
 )
-_NOT_FOUND: Final[dict[int | str, dict[str, Any]]] = {
+_NOT_FOUND: Final[Responses] = {
     404: {"model": ErrorResponse, "description": "There is no capture of that name."}
 }
 

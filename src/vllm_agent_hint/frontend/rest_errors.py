@@ -5,10 +5,10 @@ None of them repeats what the client sent.
 
 from collections.abc import Callable, Coroutine
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 from urllib.parse import unquote_to_bytes
 
-from fastapi import Request
+from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -28,6 +28,8 @@ _TYPES: Final = {
     HTTPStatus.SERVICE_UNAVAILABLE: "ServiceUnavailableError",
 }
 
+Responses: TypeAlias = dict[int | str, dict[str, Any]]
+"""What a status means, for the OpenAPI schema."""
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
@@ -86,6 +88,26 @@ class AgentHintRoute(APIRoute):
                 ).response()
 
         return handle
+
+
+def agent_hint_router(responses: Responses) -> APIRouter:
+    """Routes whose errors are all of that shape, and say so in the OpenAPI schema.
+
+    Args:
+        responses: Errors beyond those that every route can answer.
+    """
+    return APIRouter(
+        prefix="/v1/agent_hint",
+        tags=["agent_hint"],
+        route_class=AgentHintRoute,
+        responses={
+            400: {"model": ErrorResponse, "description": "`param` names the field to correct."},
+            401: {"description": "An `--api-key` is wanted, in `Authorization: Bearer`."},
+            **responses,
+            # Without this FastAPI would promise a 422, which vLLM never sends.
+            "default": {"model": ErrorResponse, "description": "Any other error."},
+        },
+    )
 
 
 def _first_of(error: RequestValidationError) -> HintError:

@@ -12,7 +12,7 @@ from http import HTTPStatus
 from importlib.metadata import version
 from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, FastAPI, Path, Query, Request
+from fastapi import FastAPI, Path, Query, Request
 from starlette.convertors import StringConvertor, register_url_convertor
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
@@ -29,7 +29,7 @@ from vllm_agent_hint.frontend.engine_calls import (
 from vllm_agent_hint.frontend.facts import say_whether_tools_are_found
 from vllm_agent_hint.frontend.fail_open import name_once
 from vllm_agent_hint.frontend.merging import merge_lists, merge_operations, merge_sessions
-from vllm_agent_hint.frontend.rest_errors import AgentHintRoute, RefusedError
+from vllm_agent_hint.frontend.rest_errors import RefusedError, Responses, agent_hint_router
 from vllm_agent_hint.frontend.rest_models import (
     Bounds,
     EditReport,
@@ -105,19 +105,12 @@ class _AnyId(StringConvertor):
 
 register_url_convertor("agent_hint_id", _AnyId())
 
-router = APIRouter(
-    prefix="/v1/agent_hint",
-    tags=["agent_hint"],
-    route_class=AgentHintRoute,
-    responses={
-        400: {"model": ErrorResponse, "description": "`param` names the field to correct."},
-        401: {"description": "An `--api-key` is wanted, in `Authorization: Bearer`."},
+router = agent_hint_router(
+    {
         503: {"model": ErrorResponse, "description": "An engine can't answer; try again."},
-        # Without this FastAPI would promise a 422, which vLLM never sends.
-        "default": {"model": ErrorResponse, "description": "Any other error."},
-    },
+    }
 )
-_NOT_FOUND: Final[dict[int | str, dict[str, Any]]] = {
+_NOT_FOUND: Final[Responses] = {
     404: {"model": ErrorResponse, "description": "You have none of that name."}
 }
 

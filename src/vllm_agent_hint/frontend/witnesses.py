@@ -114,8 +114,8 @@ class ChoicesWitness(Witness):
             self._ends[index] = "tool_call" if index in self._calling else self._regular
 
 
-class MessagesWitness(Witness):
-    """Anthropic's messages."""
+class AnswerWitness(Witness):
+    """Sees a reply with one answer, which ends once."""
 
     def __init__(self, *, can_tell: bool) -> None:
         super().__init__(can_tell=can_tell)
@@ -124,6 +124,10 @@ class MessagesWitness(Witness):
     @property
     def ended(self) -> Ended | None:
         return self._ended
+
+
+class MessagesWitness(AnswerWitness):
+    """Anthropic's messages."""
 
     def see_whole(self, reply: Any) -> None:
         for block in reply.content:
@@ -147,16 +151,8 @@ class MessagesWitness(Witness):
         self._ended = ends.get(reason, "unknown")
 
 
-class ResponsesWitness(Witness):
+class ResponsesWitness(AnswerWitness):
     """OpenAI's Responses. One that runs in the background has not ended yet."""
-
-    def __init__(self, *, can_tell: bool) -> None:
-        super().__init__(can_tell=can_tell)
-        self._ended: Ended | None = None
-
-    @property
-    def ended(self) -> Ended | None:
-        return self._ended
 
     def see_whole(self, reply: Any) -> None:
         for item in reply.output:

@@ -13,14 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import Progress, TaskID
 
 from vllm_agent_hint.cli.demo.columns import Column
 from vllm_agent_hint.cli.demo.load import Load, warm_up
@@ -31,6 +24,7 @@ from vllm_agent_hint.cli.demo.server import running_server, server_environment
 from vllm_agent_hint.cli.demo.settings import DemoSettings
 from vllm_agent_hint.cli.demo.table import legend, result_table, settings_lines, verdict_lines
 from vllm_agent_hint.cli.demo.verdict import judge
+from vllm_agent_hint.cli.progress import request_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +60,7 @@ def run_demo(folder: Path, columns: Sequence[Column], console: Console) -> DemoR
         model = ensure_model(settings.model, folder / "models")
     environment = server_environment(folder / "vllm-cache", machine.gpu)
     results: list[ColumnResult] = []
-    with _progress(console) as progress:
+    with request_progress(console, refresh_per_second=4) as progress:
         for number, column in enumerate(columns, start=1):
             step = f"{number}/{len(columns)} {column.title}"
             with _bar(progress, step) as bar:
@@ -137,18 +131,6 @@ def _bar(progress: Progress, step: str) -> Iterator[Bar]:
         yield Bar(progress, task, step)
     finally:
         progress.remove_task(task)
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        refresh_per_second=4,
-    )
 
 
 def end_in_order(signum: int, _frame: FrameType | None) -> None:

@@ -1,11 +1,12 @@
 """The command line of ``bench pooling``."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+
+from vllm_agent_hint.cli.extra import imports_of_extra
 
 
 def pooling(
@@ -31,10 +32,8 @@ def pooling(
 
     Four servers run side by side, in about six minutes. Exits with 1 if a bound is missed.
     """
-    try:
+    with imports_of_extra("bench"):
         from vllm_agent_hint.cli.bench.pooling.command import run_pooling
-    except ModuleNotFoundError as missing:
-        sys.exit(f"{missing.name} is missing. Cure: pip install 'vllm-agent-hint[bench]'")
 
     is_met = run_pooling(
         json_file,

@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from vllm_agent_hint.cli.extra import imports_of_extra
+
 
 def replay(
     trace: Annotated[
@@ -78,11 +80,9 @@ def replay(
 
     Exits with 1 if stock vLLM and an independent LRU differ.
     """
-    try:
+    with imports_of_extra("bench"):
         from vllm_agent_hint.cli.bench.replay.command import ReplayError, replay_command
         from vllm_agent_hint.traces.model import TraceError
-    except ModuleNotFoundError as missing:
-        sys.exit(f"{missing.name} is missing. Cure: pip install 'vllm-agent-hint[bench]'")
 
     try:
         replay_command(

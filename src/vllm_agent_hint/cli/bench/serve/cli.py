@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from vllm_agent_hint.cli.extra import imports_of_extra
+
 
 def serve(
     load: Annotated[
@@ -59,14 +61,12 @@ def serve(
     ] = None,
 ) -> None:
     """What hints win and lose on real servers: each arm its own, the same loads, in pairs."""
-    try:
+    with imports_of_extra("bench"):
         from vllm_agent_hint.cli.bench.serve.arms import WishError
         from vllm_agent_hint.cli.bench.serve.command import Wishes, export_loads, run_serve
         from vllm_agent_hint.cli.bench.serve.standing import Urls
         from vllm_agent_hint.cli.demo.client import LoadError
         from vllm_agent_hint.cli.demo.server import ServerError
-    except ModuleNotFoundError as missing:
-        sys.exit(f"{missing.name} is missing. Cure: pip install 'vllm-agent-hint[bench]'")
 
     if url is None and (url_stock or model or cache_tokens):
         raise typer.BadParameter("goes with --url, the server with the plugin", param_hint="--url")

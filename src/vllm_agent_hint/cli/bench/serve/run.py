@@ -9,13 +9,6 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
 from vllm_agent_hint.cli.bench.serve.arms import Arm
 from vllm_agent_hint.cli.bench.serve.figures import sheet_of
@@ -29,6 +22,7 @@ from vllm_agent_hint.cli.bench.serve.table import load_table, words_below
 from vllm_agent_hint.cli.bench.serve.verdict import judge
 from vllm_agent_hint.cli.demo.client import Traffic
 from vllm_agent_hint.cli.demo.measure import ServerFigures, TrafficFigures
+from vllm_agent_hint.cli.progress import request_progress
 
 WriteScript: TypeAlias = Callable[[Scale, str], Script]
 """A load: what is played at this scale, under this seed."""
@@ -59,7 +53,7 @@ def run_load(
     first = script_of(0)
     extent = Extent.of(script_of(repetition) for repetition in range(repetitions))
     plays: dict[str, list[Play]] = {arm.name: [] for arm in arms}
-    with ExitStack() as running, _progress(console) as progress:
+    with ExitStack() as running, request_progress(console, refresh_per_second=2) as progress:
         bar = progress.add_task(load, total=first.num_requests)
         stages = []
         for arm in arms:
@@ -131,15 +125,3 @@ def show(result: LoadResult, console: Console) -> None:
 def write(run: ServeRun, json_file: Path, console: Console) -> None:
     written = write_report(run, json_file)
     console.print("", "written: " + "  ".join(map(str, written)), soft_wrap=True)
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        refresh_per_second=2,
-    )
