@@ -1,8 +1,13 @@
 """Flags: typed, bounded, and a misspelt one is noticed."""
 
+import ast
+from functools import cache
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
+import vllm_agent_hint
 from vllm_agent_hint.settings import Settings, unknown_flags
 
 
@@ -35,6 +40,25 @@ def test_a_value_out_of_bounds_names_its_flag(
 
     with pytest.raises(ValidationError, match=flag.lower()):
         Settings()
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_every_flag_is_read_somewhere(name: str) -> None:
+    package = Path(vllm_agent_hint.__file__).parent
+    readers = [
+        path
+        for path in package.rglob("*.py")
+        if path.name != "settings.py"
+        and any(
+            isinstance(node, ast.Attribute) and node.attr == name for node in ast.walk(parsed(path))
+        )
+    ]
+    assert readers
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def test_a_misspelt_flag_is_noticed() -> None:

@@ -199,12 +199,19 @@ def test_what_becomes_known_late_keeps_the_time_since_when_a_session_rests() -> 
     ],
 )
 def test_each_order_that_a_setting_names_is_a_policy(give_way: GiveWay, kind: type) -> None:
-    settings = Settings(
-        give_way=give_way, given_way_enters=Placement.BACK, expired_enters=Placement.FRONT
-    )
-    policy = policy_of(settings)
-    assert (policy.given_way, policy.expired) == (Placement.BACK, Placement.FRONT)
-    assert type(policy) is kind
+    assert type(policy_of(Settings(give_way=give_way))) is kind
+
+
+@pytest.mark.parametrize("placement", Placement)
+@pytest.mark.parametrize(
+    "setting",
+    [name for name, field in Settings.model_fields.items() if field.annotation is Placement],
+)
+def test_where_released_blocks_go_is_what_the_setting_says(
+    setting: str, placement: Placement
+) -> None:
+    policy = policy_of(Settings(**{setting: placement}))
+    assert getattr(policy, setting.removesuffix("_enters")) is placement
 
 
 # -- leaders and workers ---------------------------------------------------------------------------

@@ -131,5 +131,7 @@ def policy_of(settings: Settings) -> RetentionPolicy:
         GiveWay.LRU: RetentionPolicy,
     }
     return kinds[settings.give_way](
-        expired=settings.expired_enters, given_way=settings.given_way_enters
+        expired=settings.expired_enters,
+        superseded=settings.superseded_enters,
+        given_way=settings.given_way_enters,
     )
