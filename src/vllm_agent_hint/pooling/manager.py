@@ -21,6 +21,7 @@ from vllm_agent_hint.pooling.capability import (
 from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.pooling.lanes import Lanes
 from vllm_agent_hint.pooling.manifest import IncompatibleError, Page
+from vllm_agent_hint.pooling.own_contents import AskOwnContents, OwnContents
 from vllm_agent_hint.pooling.store import Loads, LocalCache, Store, Wish
 from vllm_agent_hint.pooling.tracker import Origin, Registration, SessionKeyTracker
 from vllm_agent_hint.sessions.intent import SessionKey
@@ -34,9 +35,6 @@ KEEP_ALIVE_SLICE = 4_096
 SLICE_PAUSE_SECONDS = 0.05
 
 T = TypeVar("T")
-
-OwnContents = Callable[[], Sequence[Content]]
-"""The contexts that a session's own prompts would leave."""
 
 
 @dataclass(slots=True, eq=False)
@@ -141,7 +139,12 @@ class SessionAwarePoolingManager:
         return self._lanes.run(session, partial(self._start_offload, session, span))
 
     def prefetch(
-        self, session: SessionKey, span: Span, *, own: OwnContents = tuple, is_guess: bool = False
+        self,
+        session: SessionKey,
+        span: Span,
+        *,
+        ask_own: AskOwnContents = OwnContents.unknown,
+        is_guess: bool = False,
     ) -> OperationHandle:
         """See ``SupportsSessionAwareKVManagement``.
 
@@ -150,13 +153,13 @@ class SessionAwarePoolingManager:
         Args:
             session: Whose.
             span: What of it.
-            own: The contexts with which the session will be back, asked for only if no request of
-                it has run here. They go before what a manifest says.
+            ask_own: For the contexts with which the session will be back; it is asked only if no
+                request of it has run here. They go before what a manifest says.
             is_guess: Nobody has asked for it yet.
         """
         if reason := self.why_not(Operation.PREFETCH):
             return _ended(EditStatus.UNSUPPORTED, reason)
-        start = partial(self._start_prefetch, session, span, own, is_guess=is_guess)
+        start = partial(self._start_prefetch, session, span, ask_own, is_guess=is_guess)
         return self._lanes.run(session, start)
 
     def evict(self, session: SessionKey, span: Span) -> OperationHandle:
@@ -344,16 +347,37 @@ class SessionAwarePoolingManager:
     # -- prefetch ------------------------------------------------------------------------------
 
     def _start_prefetch(
-        self, session: SessionKey, span: Span, own: OwnContents, *, is_guess: bool
+        self, session: SessionKey, span: Span, ask_own: AskOwnContents, *, is_guess: bool
     ) -> OperationHandle:
         if self._gone:
             return _ended(EditStatus.FAILED, self._gone)
+        if self._has_run(session):
+            return self._load(session, span, (), is_guess=is_guess)
+        own, whole = ask_own(), OperationHandle()
+
+        def are_known(outcome: Outcome) -> None:
+            if outcome.status is not EditStatus.APPLIED:
+                whole.finish(outcome)
+                return
+            load = self._load(session, span, own.contents, is_guess=is_guess)
+            load.when_done(whole.finish)
+
+        own.handle.when_done(are_known)
+        return whole
+
+    def _has_run(self, session: SessionKey) -> bool:
         found = self.tracker.get(session)
+        return found is not None and found.origin is Origin.RUN
+
+    def _load(
+        self, session: SessionKey, span: Span, own: Sequence[Content], *, is_guess: bool
+    ) -> OperationHandle:
+        found = self.tracker.get(session)
+        # A request of it may have run while its prompts were being looked at.
         if found is None or found.origin is not Origin.RUN:
-            contents = own()
-            reason = self._learn(session, contents)
+            reason = self._learn(session, own)
             found = self.tracker.get(session)
-            if found is None or (contents and reason):
+            if found is None or (own and reason):
                 return _ended(EditStatus.MISSING, reason)
         wishes = self._wishes(session, found, span, is_guess=is_guess)
         if not wishes:
