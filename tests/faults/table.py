@@ -856,7 +856,8 @@ FAULTS: Final = (
         breaks="no step is held up by more than a slice",
         file="engine/own_prompt_queue.py",
         old="                    self._jobs.popleft()\n",
-        new="                    self._jobs.popleft()\n                    self._left = SLICE_TOKENS\n",
+        new="                    self._jobs.popleft()\n"
+        "                    self._left = SLICE_TOKENS\n",
         tests=("engine/test_pooling_prompt_slices.py",),
     ),
     Fault(
