@@ -67,10 +67,9 @@ def hashed(
     """What a prompt leaves in a cache, found in slices of so many tokens, the rest in one."""
     hashing = PromptHasher(engine.scheduler).begin(prompt, needs_tokens=needs_tokens)
     for num_tokens in slices:
-        if not hashing.is_done:
-            hashing.go_on(num_tokens)
-    if not hashing.is_done:
-        hashing.go_on(len(prompt["token_ids"]))
+        hashing.go_on(num_tokens)
+    hashing.go_on(len(prompt["token_ids"]))
+    assert hashing.is_done
     return hashing.content()
 
 

@@ -9,8 +9,9 @@ from typing import Any, Final
 
 from vllm_agent_hint.engine.own_prompts import PromptHasher, PromptInHashing
 from vllm_agent_hint.hints import EditStatus
-from vllm_agent_hint.pooling.capability import Content, Outcome
+from vllm_agent_hint.pooling.capability import Outcome
 from vllm_agent_hint.pooling.own_contents import OwnContents
+from vllm_agent_hint.pooling.reasons import TOO_MANY_WAIT
 from vllm_agent_hint.sessions.intent import SessionKey
 
 logger = logging.getLogger("vllm.agent_hint")
@@ -71,7 +72,7 @@ class OwnPromptQueue:
         """Find out what prompts would leave in a cache; of those that can't be hashed, nothing."""
         own = OwnContents()
         if len(self._jobs) >= self._max_waiting:
-            own.handle.finish(_refused("more prefetches wait than max_prefetches_queued"))
+            own.handle.finish(Outcome.refused(TOO_MANY_WAIT))
             return own
         self._jobs.append(_Job(session, list(reversed(prompts)), own))
         self._work()
@@ -87,13 +88,13 @@ class OwnPromptQueue:
         """A session no longer wants what it has asked for."""
         for job in [job for job in self._jobs if job.session == session]:
             self._jobs.remove(job)
-            job.own.handle.finish(_refused(reason))
+            job.own.handle.finish(Outcome.refused(reason))
 
     def abort_all(self, reason: str) -> None:
         """Nobody may have what was asked for."""
         jobs, self._jobs = self._jobs, deque()
         for job in jobs:
-            job.own.handle.finish(_refused(reason))
+            job.own.handle.finish(Outcome.refused(reason))
 
     def _work(self) -> None:
         if self._is_working:
@@ -114,22 +115,12 @@ class OwnPromptQueue:
             if job.current is None and job.plain:
                 job.current = self._hasher.begin(job.plain.pop(), needs_tokens=self._needs_tokens)
             if job.current is not None:
-                if not job.current.is_done:
-                    self._left -= job.current.go_on(self._left)
+                self._left -= job.current.go_on(self._left)
                 if job.current.is_done:
-                    _note(job.current.content(), job.own)
-                    job.current = None
+                    content, job.current = job.current.content(), None
+                    job.own.contents += [content] if content.hashes else []
         except Exception:
             logger.exception("vllm-agent-hint: hashing the prompt of a prefetch failed")
             job.own.contents.clear()
             return True
         return job.current is None and not job.plain
-
-
-def _note(content: Content, own: OwnContents) -> None:
-    if content.hashes:
-        own.contents.append(content)
-
-
-def _refused(reason: str) -> Outcome:
-    return Outcome(EditStatus.REJECTED, reason=reason, has_back_pressure=True)

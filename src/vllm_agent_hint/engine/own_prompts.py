@@ -97,7 +97,7 @@ class PromptInHashing:
             num_tokens: For how many tokens; a block at least, and whole ones only.
 
         Returns:
-            How many it were.
+            How many they were; 0 where nothing is left.
         """
         begin, end = self._done, self._done + max(1, num_tokens // self._unit) * self._unit
         while end < self._end and not self._may_be_cut_at(end):

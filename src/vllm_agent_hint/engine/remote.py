@@ -103,9 +103,9 @@ class RemoteSessions:
         self.own_prompts = OwnPromptQueue(
             scheduler, settings.max_prefetches_queued, needs_tokens=store.needs_tokens
         )
-        spm = SessionAwarePoolingManager(store, self, self.loads, settings, time.monotonic())
-        spm.counters = self.counters
-        self.capability = self.spm = spm
+        self.capability = self.spm = SessionAwarePoolingManager(
+            store, self, self.loads, settings, self.counters, time.monotonic()
+        )
 
     # -- what the session core asks ------------------------------------------------------------
 
@@ -279,12 +279,8 @@ class RemoteSessions:
 
     def statistics(self) -> dict[str, Any]:
         """Gauges as they are, events since the last time; plain data for msgpack."""
-        taken, self.counters = self.counters, PoolingCounters()
-        self.loads.counters = self.counters
-        tracker = None
-        if self.spm is not None:
-            self.spm.counters = self.counters
-            tracker = self.spm.tracker
+        taken = self.counters.take()
+        tracker = None if self.spm is None else self.spm.tracker
         return {
             "remote_tracked_keys": 0 if tracker is None else tracker.num_tracked,
             "remote_shared_keys": 0 if tracker is None else tracker.num_shared,
