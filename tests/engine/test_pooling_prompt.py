@@ -3,23 +3,24 @@
 Two engines stand for two servers: what one has saved the other has never seen.
 """
 
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-from vllm.lora.request import LoRARequest
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-from vllm.v1.request import Request
 
+from tests.engine.own_prompt_rig import (
+    ADAPTER,
+    CONTEXT,
+    RESUME,
+    WHOLE,
+    hashed,
+    plain,
+    request_of,
+    saved,
+    server,
+)
 from tests.engine.pooling_rig import PoolingEngine, pooling_engine
 from tests.engine.rig import BLOCK, Clock, hinted, prompt
-from vllm_agent_hint.engine.own_prompts import PromptHasher
 from vllm_agent_hint.kvcache.block import Zone
 from vllm_agent_hint.pooling.tracker import Origin
 from vllm_agent_hint.sessions.intent import SessionKey
@@ -27,40 +28,7 @@ from vllm_agent_hint.settings import Settings
 
 pytestmark = pytest.mark.usefixtures("clock")
 
-WHOLE = 20 * BLOCK
-CONTEXT = prompt(1, WHOLE + 3)
-RESUME = [*CONTEXT, *prompt(6, 2 * BLOCK)]
 KEY = SessionKey("", None, "here")
-
-
-def plain(
-    tokens: Sequence[int],
-    *,
-    cache_salt: str | None = None,
-    lora: LoRARequest | None = None,
-    items: Sequence[tuple[str, int, int]] = (),
-) -> dict[str, Any]:
-    """A prompt as the front end sends it."""
-    return {
-        "token_ids": list(tokens),
-        "cache_salt": cache_salt,
-        "lora": None if lora is None else msgspec.to_builtins(lora),
-        "items": [list(item) for item in items],
-    }
-
-
-def server(directory: Path, **more: Any) -> PoolingEngine:
-    return pooling_engine(extra={"directory": str(directory)}, **more)
-
-
-def saved(directory: Path, session_id: str = "there", ttl: float | None = None) -> PoolingEngine:
-    """A server that has parked a context for the others; for its TTL and a minute at least."""
-    first = server(directory, settings=Settings(protected_share=1.0, idle_seconds=60.0))
-    first.serve(CONTEXT, hint=hinted(session_id, ttl))
-    (parked,) = first.done(session_id, "offload")
-    assert parked["status"] == "applied", parked
-    first.remote.spm.store.manifest.finish()
-    return first
 
 
 def prefetch(
@@ -81,8 +49,6 @@ def outcome(result: dict[str, Any]) -> tuple[str, int]:
 
 # -- hashes ----------------------------------------------------------------------------------------
 
-ADAPTER = LoRARequest("adapter", 1, "/somewhere")
-
 
 @pytest.mark.parametrize(
     "marks",
@@ -97,22 +63,9 @@ ADAPTER = LoRARequest("adapter", 1, "/somewhere")
 )
 def test_a_prompt_has_the_hashes_that_a_request_of_it_would_have(marks: dict[str, Any]) -> None:
     engine = pooling_engine()
-    features = [
-        MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, length))
-        for name, offset, length in marks.get("items", ())
-    ]
-    request = Request(
-        "a request",
-        CONTEXT,
-        SamplingParams(max_tokens=1),
-        None,
-        mm_features=features,
-        lora_request=marks.get("lora"),
-        cache_salt=marks.get("cache_salt"),
-        block_hasher=get_request_block_hasher(BLOCK, sha256),
-    )
+    request = request_of(CONTEXT, **marks)
 
-    content = PromptHasher(engine.scheduler).content_of(plain(CONTEXT, **marks), needs_tokens=True)
+    content = hashed(engine, plain(CONTEXT, **marks), needs_tokens=True)
 
     assert list(content.hashes) == list(request.block_hashes)
     assert len(content.hashes) == 20
@@ -179,9 +132,7 @@ def test_what_differs_in_salt_adapter_image_or_text_is_missing_and_leaves_nothin
 
 def test_an_adapters_context_is_found_by_a_prompt_for_the_same_adapter(tmp_path: Path) -> None:
     first = server(tmp_path)
-    content = PromptHasher(first.scheduler).content_of(
-        plain(CONTEXT, lora=ADAPTER), needs_tokens=False
-    )
+    content = hashed(first, plain(CONTEXT, lora=ADAPTER))
     first.serve(CONTEXT, hint=hinted("there"))
     # What the rig's requests can't carry: the same blocks under the adapter's hashes.
     store = first.remote.spm.store
@@ -401,12 +352,3 @@ def test_a_prompt_that_can_not_be_hashed_harms_nothing(tmp_path: Path, log: Any)
     assert "hashing the prompt" in log.text
     assert second.remote.reason == ""
     second.assert_nothing_is_left()
-
-
-def test_hashing_a_long_prompt_takes_a_bounded_time() -> None:
-    engine = pooling_engine()
-    hasher = PromptHasher(engine.scheduler)
-    tokens = plain(prompt(3, 1_000 * BLOCK))
-    began = time.monotonic()
-    assert len(hasher.content_of(tokens, needs_tokens=False).hashes) == 1_000
-    assert time.monotonic() - began < 1.0

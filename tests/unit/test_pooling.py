@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vllm_agent_hint.hints import EditStatus
-from vllm_agent_hint.pooling.capability import Content, OperationHandle, Outcome
+from vllm_agent_hint.pooling.capability import Content, OperationHandle, Outcome, PoolingCounters
 from vllm_agent_hint.pooling.lanes import Lanes
 from vllm_agent_hint.pooling.manifest import IncompatibleError, SessionManifest
 from vllm_agent_hint.pooling.resumes import Resumes
@@ -197,3 +197,17 @@ def test_a_manifest_that_can_not_be_written_harms_nobody(tmp_path: Path) -> None
     first.write(key("a"), [content("x")], ttl=60.0)
     first.finish()
     assert first.read(key("a")) is None
+
+
+# -- what has happened -----------------------------------------------------------------------------
+
+
+def test_an_event_is_handed_out_once_and_whoever_counts_goes_on() -> None:
+    counters = PoolingCounters(failures=2, queue_seconds=[0.5])
+    first = counters.take()
+    counters.failures += 1
+    counters.queue_seconds.append(0.25)
+    second = counters.take()
+    assert (first.failures, first.queue_seconds) == (2, [0.5])
+    assert (second.failures, second.queue_seconds) == (1, [0.25])
+    assert counters == PoolingCounters()

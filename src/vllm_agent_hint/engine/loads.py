@@ -18,8 +18,8 @@ from vllm.v1.request import RequestStatus
 from vllm_agent_hint.hints import EditStatus
 from vllm_agent_hint.kvcache.block import Zone
 from vllm_agent_hint.pooling.capability import Content, Outcome, PoolingCounters
-from vllm_agent_hint.pooling.manager import STORE_LOST_IT
 from vllm_agent_hint.pooling.probe import request_of
+from vllm_agent_hint.pooling.reasons import STORE_LOST_IT, TOO_MANY_WAIT
 from vllm_agent_hint.pooling.store import Wish
 from vllm_agent_hint.sessions.intent import SessionKey
 from vllm_agent_hint.settings import Settings
@@ -80,7 +80,7 @@ class LoadQueue:
         self._scheduler = scheduler
         self._settings = settings
         self._adopt = adopt
-        self.counters = counters
+        self._counters = counters
         self._waiting: list[Wish] = []
         self._loads: dict[str, _Load] = {}
         self._abandoned: set[str] = set()
@@ -130,10 +130,10 @@ class LoadQueue:
         if len(self._waiting) >= self._settings.max_prefetches_queued:
             guess = next((w for w in reversed(self._waiting) if w.is_guess), None)
             if guess is None or wish.is_guess:
-                wish.handle.finish(_refused("more prefetches wait than max_prefetches_queued"))
+                wish.handle.finish(Outcome.refused(TOO_MANY_WAIT))
                 return
             self._waiting.remove(guess)
-            guess.handle.finish(_refused("what was asked for has taken its place"))
+            guess.handle.finish(Outcome.refused("what was asked for has taken its place"))
         self._waiting.append(wish)
         self._is_blocked = False
 
@@ -141,20 +141,20 @@ class LoadQueue:
         """A session no longer wants what it has asked for; what comes all the same is nobody's."""
         for wish in [wish for wish in self._waiting if wish.session == session]:
             self._waiting.remove(wish)
-            wish.handle.finish(_refused(reason))
+            wish.handle.finish(Outcome.refused(reason))
         for load in self._loads.values():
             for wish in [wish for wish in load.wishes if wish.session == session]:
                 load.wishes.remove(wish)
-                wish.handle.finish(_refused(reason))
+                wish.handle.finish(Outcome.refused(reason))
 
     def abort_all(self, reason: str) -> None:
         """Give up every load, those under way too. Their blocks are free once vLLM frees them."""
         waiting, self._waiting = self._waiting, []
         for wish in waiting:
-            wish.handle.finish(_refused(reason))
+            wish.handle.finish(Outcome.refused(reason))
         for load in list(self._loads.values()):
             self._withdraw(load)
-            self._end(load, _refused(reason))
+            self._end(load, Outcome.refused(reason))
 
     # -- around a step -------------------------------------------------------------------------
 
@@ -186,9 +186,9 @@ class LoadQueue:
             return
         self._abandoned.add(request.request_id)
         if request.status is RequestStatus.FINISHED_ABORTED:
-            self._end(load, _refused("all requests were aborted"))
+            self._end(load, Outcome.refused("all requests were aborted"))
             return
-        self.counters.failures += len(load.wishes)
+        self._counters.failures += len(load.wishes)
         self._end(load, Outcome(EditStatus.FAILED, reason=_FAILED_LOAD))
 
     def _take_in(self, now: float) -> None:
@@ -201,9 +201,9 @@ class LoadQueue:
             _promote(scheduler, request)
             tokens = request.num_computed_tokens
             self._withdraw(load)
-            self.counters.transfer_seconds.append(("prefetch", now - load.began_at))
+            self._counters.transfer_seconds.append(("prefetch", now - load.began_at))
             brought = max(0, tokens - load.local_tokens)
-            self.counters.loaded_tokens += brought
+            self._counters.loaded_tokens += brought
             if self.on_load is not None:
                 self.on_load(brought, now - load.began_at)
             self._has_come(load, tokens, has_failed=has_failed)
@@ -214,7 +214,7 @@ class LoadQueue:
             for wish in {wish.session: wish for wish in load.wishes}.values():
                 self._adopt(wish, load.local_tokens)
         for wish in load.wishes:
-            self.counters.queue_seconds.append(load.began_at - wish.wanted_at)
+            self._counters.queue_seconds.append(load.began_at - wish.wanted_at)
             wish.handle.finish(self._outcome(wish, tokens, has_failed=has_failed))
 
     def _outcome(self, wish: Wish, tokens: int, *, has_failed: bool) -> Outcome:
@@ -222,7 +222,7 @@ class LoadQueue:
         reason = "the connector could not bring the rest" if has_failed else _LOST_REST
         if not tokens:
             if has_failed:
-                self.counters.failures += 1
+                self._counters.failures += 1
                 return Outcome(EditStatus.FAILED, reason=_FAILED_LOAD)
             return Outcome(EditStatus.MISSING, reason=STORE_LOST_IT)
         if tokens < wish.wanted_tokens:
@@ -235,7 +235,7 @@ class LoadQueue:
             self._waiting.remove(wish)
             seconds = now - wish.wanted_at
             wish.handle.finish(
-                _refused(f"for {seconds:.0f} s there was no room that requests did not need")
+                Outcome.refused(f"for {seconds:.0f} s there was no room that requests did not need")
             )
 
     def _let_in(self, now: float) -> None:
@@ -355,16 +355,12 @@ class LoadQueue:
 
     def _end(self, load: _Load, outcome: Outcome) -> None:
         for wish in load.wishes:
-            self.counters.queue_seconds.append(load.began_at - wish.wanted_at)
+            self._counters.queue_seconds.append(load.began_at - wish.wanted_at)
             wish.handle.finish(outcome)
 
 
 _FAILED_LOAD: Final = "the connector could not load it"
 _LOST_REST: Final = "the store has lost the rest"
-
-
-def _refused(reason: str) -> Outcome:
-    return Outcome(EditStatus.REJECTED, reason=reason, has_back_pressure=True)
 
 
 def _is_same(one: Content, other: Content) -> bool:

@@ -31,14 +31,38 @@ class PromptHasher:
         algorithm = scheduler.vllm_config.cache_config.prefix_caching_hash_algo
         self._hasher = get_request_block_hasher(self._unit, get_hash_fn_by_name(algorithm))
 
-    def content_of(self, plain: Mapping[str, Any], *, needs_tokens: bool) -> Content:
-        """A prompt's whole hash blocks. O(tokens), some microseconds for each block.
+    def begin(self, plain: Mapping[str, Any], *, needs_tokens: bool) -> "PromptInHashing":
+        """Prepare to hash a prompt; nothing is hashed yet.
 
         Args:
             plain: As ``frontend.own_prompt`` sends it.
-            needs_tokens: Whether the tokens are wanted with them.
+            needs_tokens: Whether the tokens are wanted with the hashes.
         """
-        lora = None if plain["lora"] is None else msgspec.convert(plain["lora"], LoRARequest)
+        return PromptInHashing(plain, self._unit, self._hasher, needs_tokens=needs_tokens)
+
+
+class PromptInHashing:
+    """A prompt whose first blocks have been hashed.
+
+    To vLLM it is a request that grows, as one does whose tokens are being made: with each slice
+    it hashes the blocks that have become whole.
+
+    Args:
+        plain: As ``frontend.own_prompt`` sends it.
+        unit: Tokens per hash.
+        hasher: vLLM's.
+        needs_tokens: Whether the tokens are wanted with the hashes.
+    """
+
+    def __init__(
+        self, plain: Mapping[str, Any], unit: int, hasher: Any, *, needs_tokens: bool
+    ) -> None:
+        self._unit = unit
+        self._prompt = plain["token_ids"]
+        self._end = len(self._prompt) // unit * unit
+        """What lies behind it fills no block."""
+        self._done = 0
+        self._tokens = array("I") if needs_tokens else None
         items = [
             MultiModalFeatureSpec(
                 data=None,
@@ -48,18 +72,59 @@ class PromptHasher:
             )
             for identifier, offset, length in plain["items"]
         ]
-        request = Request(
+        self._item_ends = [offset + length for _, offset, length in plain["items"]]
+        self._request = Request(
             request_id="agent-hint-own-prompt",
-            prompt_token_ids=plain["token_ids"],
+            prompt_token_ids=[],
             sampling_params=SamplingParams(max_tokens=1),
             pooling_params=None,
             mm_features=items,
-            lora_request=lora,
+            lora_request=None
+            if plain["lora"] is None
+            else msgspec.convert(plain["lora"], LoRARequest),
             cache_salt=plain["cache_salt"],
-            block_hasher=self._hasher,
+            block_hasher=hasher,
         )
-        hashes = request.block_hashes
-        tokens = array("I", plain["token_ids"][: len(hashes) * self._unit])
+
+    @property
+    def is_done(self) -> bool:
+        return self._done == self._end
+
+    def go_on(self, num_tokens: int) -> int:
+        """Hash the next blocks. Some microseconds for each.
+
+        Args:
+            num_tokens: For how many tokens; a block at least, and whole ones only.
+
+        Returns:
+            How many they were; 0 where nothing is left.
+        """
+        begin, end = self._done, self._done + max(1, num_tokens // self._unit) * self._unit
+        while end < self._end and not self._may_be_cut_at(end):
+            end += self._unit
+        self._done = min(end, self._end)
+        part = self._prompt[begin : self._done]
+        self._request.append_output_token_ids(part)
+        if self._tokens is not None:
+            self._tokens.extend(part)
+        return self._done - begin
+
+    def content(self) -> Content:
+        """All that has been hashed."""
+        request = self._request
         return Content(
-            hashes, self._unit, plain["cache_salt"], lora, tokens if needs_tokens else None
+            request.block_hashes,
+            self._unit,
+            request.cache_salt,
+            request.lora_request,
+            self._tokens,
         )
+
+    def _may_be_cut_at(self, token: int) -> bool:
+        """Whether vLLM finds the item with which it goes on here.
+
+        It looks for it by bisection, and so takes for granted that of two items the one that
+        begins first ends first. Of a video and the sound in it that is not so.
+        """
+        has_ended = [end <= token for end in self._item_ends]
+        return has_ended == sorted(has_ended, reverse=True)

@@ -11,7 +11,7 @@ from functools import cached_property, partial, wraps
 from typing import Any, Concatenate, ParamSpec
 
 from vllm_agent_hint.engine.loads import LoadQueue
-from vllm_agent_hint.engine.own_prompts import PromptHasher
+from vllm_agent_hint.engine.own_prompt_queue import OwnPromptQueue
 from vllm_agent_hint.engine.waking import Waker
 from vllm_agent_hint.hints import EditResult, EditStatus, EditType
 from vllm_agent_hint.hookspecs import kv_management, kv_store
@@ -92,6 +92,7 @@ class RemoteSessions:
         direct = kv_management(scheduler.connector, settings)
         if direct is not None:
             self.loads = LoadQueue(scheduler, settings, self._adopt, self.counters)
+            self.own_prompts = OwnPromptQueue(scheduler, 0, needs_tokens=False)
             self.capability = direct
             return
         store = kv_store(scheduler, scheduler.connector)
@@ -99,9 +100,12 @@ class RemoteSessions:
             raise NoAdapterError(why_no_store(scheduler.connector))
         self.loads = LoadQueue(scheduler, settings, self._adopt, self.counters)
         self.loads.on_load = self._resumes.note_load
-        spm = SessionAwarePoolingManager(store, self, self.loads, settings, time.monotonic())
-        spm.counters = self.counters
-        self.capability = self.spm = spm
+        self.own_prompts = OwnPromptQueue(
+            scheduler, settings.max_prefetches_queued, needs_tokens=store.needs_tokens
+        )
+        self.capability = self.spm = SessionAwarePoolingManager(
+            store, self, self.loads, settings, self.counters, time.monotonic()
+        )
 
     # -- what the session core asks ------------------------------------------------------------
 
@@ -113,7 +117,8 @@ class RemoteSessions:
             self.capability.offload if edit.type is EditType.OFFLOAD else self.capability.prefetch
         )
         if edit.type is EditType.PREFETCH and self.spm is not None and self._prompts:
-            start = partial(self.spm.prefetch, own=partial(self._contents_of, self._prompts))
+            ask_own = partial(self.own_prompts.ask, key, self._prompts)
+            start = partial(self.spm.prefetch, ask_own=ask_own)
         handle = self._start(lambda: start(key, span))
         handle.when_done(lambda outcome: done(_result(edit, outcome)))
 
@@ -126,32 +131,18 @@ class RemoteSessions:
         finally:
             self._prompts = ()
 
-    def _contents_of(self, prompts: Sequence[Mapping[str, Any]]) -> list[Content]:
-        """What prompts would leave in a cache; nothing where they can't be hashed."""
-        needs_tokens = self.spm is not None and self.spm.store.needs_tokens
-        try:
-            hashed = [self._prompt_hasher.content_of(p, needs_tokens=needs_tokens) for p in prompts]
-        except Exception:
-            logger.exception("vllm-agent-hint: hashing the prompt of a prefetch failed")
-            return []
-        return [content for content in hashed if content.hashes]
-
-    @cached_property
-    def _prompt_hasher(self) -> PromptHasher:
-        return PromptHasher(self._scheduler)
-
     def evict(
         self, key: SessionKey, edit: Edit, done: Callable[[EditResult], None]
     ) -> Callable[[EditResult], None]:
         """See ``RemoteKV``."""
-        self.loads.drop(key, "an evict of the session has overtaken it")
+        self._drop_prefetches(key, "an evict of the session has overtaken it")
         span = Span(edit.start_token, edit.end_token)
         handle = self._start(lambda: self.capability.evict(key, span))
         return lambda local: handle.when_done(lambda outcome: done(_both(local, outcome)))
 
     def session_ended(self, key: SessionKey) -> None:
         """See ``RemoteKV``."""
-        self.loads.drop(key, "the session has ended")
+        self._drop_prefetches(key, "the session has ended")
         self._resumes.forget(key)
 
         def release() -> OperationHandle:
@@ -159,6 +150,14 @@ class RemoteSessions:
             return OperationHandle()
 
         self._start(release)
+
+    def _drop_prefetches(self, key: SessionKey, reason: str) -> None:
+        self.own_prompts.drop(key, reason)
+        self.loads.drop(key, reason)
+
+    def _abort_all_prefetches(self, reason: str) -> None:
+        self.own_prompts.abort_all(reason)
+        self.loads.abort_all(reason)
 
     def keeps(self, key: SessionKey, now: float) -> bool:
         """See ``RemoteKV``."""
@@ -238,6 +237,10 @@ class RemoteSessions:
     def before_schedule(self) -> None:
         """On the path of every step of an engine with a KV connector."""
         now = time.monotonic()
+        if self.spm is not None:
+            self.spm.now = now
+        # Before the loads: what is known by now may begin to be loaded in this step.
+        self.own_prompts.step()
         self.loads.before_schedule(now)
         if self.spm is not None:
             self.spm.step(now)
@@ -276,16 +279,12 @@ class RemoteSessions:
 
     def statistics(self) -> dict[str, Any]:
         """Gauges as they are, events since the last time; plain data for msgpack."""
-        taken, self.counters = self.counters, PoolingCounters()
-        self.loads.counters = self.counters
-        tracker = None
-        if self.spm is not None:
-            self.spm.counters = self.counters
-            tracker = self.spm.tracker
+        taken = self.counters.take()
+        tracker = None if self.spm is None else self.spm.tracker
         return {
             "remote_tracked_keys": 0 if tracker is None else tracker.num_tracked,
             "remote_shared_keys": 0 if tracker is None else tracker.num_shared,
-            "prefetches_waiting": self.loads.num_waiting,
+            "prefetches_waiting": self.loads.num_waiting + len(self.own_prompts),
             "prefetches_loading": self.loads.num_loading,
             "remote_orphaned_keys": taken.orphaned_keys,
             "keep_alives": taken.keep_alives,
@@ -315,23 +314,25 @@ class RemoteSessions:
     @_outlives_pooling
     def pause_changed(self, *, is_paused: bool) -> None:
         """Before vLLM pauses: no load may hold a block then."""
-        self.loads.is_paused = is_paused
+        self.loads.is_paused = self.own_prompts.is_paused = is_paused
         if is_paused:
             self._set_time()
-            self.loads.abort_all("vLLM was paused")
+            self._abort_all_prefetches("vLLM was paused")
 
     @_outlives_pooling
     def about_to_reset(self) -> None:
         """Before the prefix cache is emptied."""
         self._set_time()
-        self.loads.abort_all("the prefix cache was reset")
+        self._abort_all_prefetches("the prefix cache was reset")
 
     @property
     def wants_steps(self) -> bool:
         """Whether a step would bring something on that nothing else asks a step for."""
         if self.reason:
             return False
-        return self.loads.wants_steps or (self.spm is not None and self.spm.wants_steps)
+        if len(self.own_prompts) or self.loads.wants_steps:
+            return True
+        return self.spm is not None and self.spm.wants_steps
 
     def drop(self, where: str) -> None:
         """Go on without the connector: sessions are local from now on."""
@@ -340,9 +341,10 @@ class RemoteSessions:
         )
         self.reason = f"{where} failed, see the server's log"
         try:
-            self.loads.abort_all(self.reason)
+            # First, so that what waits behind an operation that ends now does not begin.
             if self.spm is not None:
                 self.spm.abandon(self.reason)
+            self._abort_all_prefetches(self.reason)
         except Exception:
             logger.exception("vllm-agent-hint: giving up loads failed")
 

@@ -211,6 +211,9 @@ def _free_session(hooks: EngineHooks, call: Call) -> EditResult:
     assert hooks.sam is not None
     session = hooks.sam.sessions.get(call.key)
     if session is None:
+        if hooks.remote is not None:
+            # A prefetch may be about to bring the first that there is of it.
+            hooks.remote.session_ended(call.key)
         return EditResult(
             type=EditType.EVICT,
             status=EditStatus.MISSING,

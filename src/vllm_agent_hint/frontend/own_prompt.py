@@ -61,7 +61,7 @@ async def render_own_prompts(
 
     Returns:
         A list of plain data, one item per prompt, or vLLM's error response. No more than a session
-        may run side by side: an engine hashes them between two steps. Empty where nothing is to be
+        may run side by side: an engine hashes and keeps them. Empty where nothing is to be
         prefetched, or nowhere from; where the body says nothing, as the RFC's own example of a
         prefetch does; and where this vLLM renders in another way than expected.
 

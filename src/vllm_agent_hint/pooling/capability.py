@@ -9,9 +9,9 @@ gives the same meaning to what the connector can do.
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 from vllm_agent_hint.hints import EditStatus
 from vllm_agent_hint.sessions.intent import SessionKey
@@ -108,6 +108,11 @@ class Outcome:
     blocks: int = 0
     reason: str = ""
     has_back_pressure: bool = False
+
+    @classmethod
+    def refused(cls, reason: str) -> Self:
+        """It was not done, for a reason that may be over soon."""
+        return cls(EditStatus.REJECTED, reason=reason, has_back_pressure=True)
 
 
 class OperationHandle:
@@ -224,3 +229,10 @@ class PoolingCounters:
     """From the wish for a prefetch until it could begin."""
     transfer_seconds: list[tuple[str, float]] = field(default_factory=list)
     """``(operation, seconds)`` from its begin to its end."""
+
+    def take(self) -> Self:
+        """What has happened, and begin anew. Everybody who counts goes on with this one."""
+        taken, new = replace(self), type(self)()
+        for each in fields(self):
+            setattr(self, each.name, getattr(new, each.name))
+        return taken

@@ -1,0 +1,131 @@
+"""Prefetch: a session's contexts are brought to where its next request finds them."""
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from vllm_agent_hint.hints import EditStatus
+from vllm_agent_hint.pooling.books import Books
+from vllm_agent_hint.pooling.capability import Content, OperationHandle, Outcome, Span
+from vllm_agent_hint.pooling.hearsay import Hearsay
+from vllm_agent_hint.pooling.own_contents import AskOwnContents
+from vllm_agent_hint.pooling.reasons import NOTHING_IN_RANGE, STORE_LOST_IT
+from vllm_agent_hint.pooling.store import Loads, Wish
+from vllm_agent_hint.pooling.tracker import Origin, Registration
+from vllm_agent_hint.sessions.intent import SessionKey
+
+_WORST_FIRST: Final = (
+    EditStatus.UNSUPPORTED,
+    EditStatus.FAILED,
+    EditStatus.REJECTED,
+    EditStatus.MISSING,
+    EditStatus.PARTIAL,
+    EditStatus.APPLIED,
+)
+
+
+class Prefetches:
+    """Makes wishes of prefetches.
+
+    Args:
+        books: Shared with the rooms beside this one.
+        hearsay: Knows of sessions that have not run here.
+        loads: Fulfils wishes.
+    """
+
+    def __init__(self, books: Books, hearsay: Hearsay, loads: Loads) -> None:
+        self._books = books
+        self._hearsay = hearsay
+        self._loads = loads
+
+    def start(
+        self, session: SessionKey, span: Span, ask_own: AskOwnContents, *, is_guess: bool
+    ) -> OperationHandle:
+        """See ``SessionAwarePoolingManager.prefetch``."""
+        if self._hearsay.has_run(session):
+            return self._load(session, span, (), is_guess=is_guess)
+        own, whole = ask_own(), OperationHandle()
+
+        def are_known(outcome: Outcome) -> None:
+            if outcome.status is not EditStatus.APPLIED:
+                whole.finish(outcome)
+                return
+            load = self._load(session, span, own.contents, is_guess=is_guess)
+            load.when_done(whole.finish)
+
+        own.handle.when_done(are_known)
+        return whole
+
+    def _load(
+        self, session: SessionKey, span: Span, own: Sequence[Content], *, is_guess: bool
+    ) -> OperationHandle:
+        reason = ""
+        # A request of it may have run while its prompts were being looked at.
+        if not self._hearsay.has_run(session):
+            reason = self._hearsay.learn(session, own)
+        found = self._books.tracker.get(session)
+        if found is None or (own and reason):
+            return OperationHandle.ended(Outcome(EditStatus.MISSING, reason=reason))
+        wishes = self._wishes(session, found, span, is_guess=is_guess)
+        if not wishes:
+            return OperationHandle.ended(Outcome(EditStatus.MISSING, reason=NOTHING_IN_RANGE))
+        whole, version = OperationHandle(), found.version
+
+        def is_over(outcome: Outcome) -> None:
+            if not outcome.tokens:
+                self._hearsay.forget_useless(session, version)
+
+        whole.when_done(is_over)
+        for wish in wishes:
+            wish.handle.when_done(lambda _: _finish_with_all(whole, wishes))
+        for wish in wishes:
+            if not wish.handle.is_done:
+                self._loads.ask(wish)
+        return whole
+
+    def _wishes(
+        self, session: SessionKey, found: Registration, span: Span, *, is_guess: bool
+    ) -> list[Wish]:
+        """The latest context first: it is the likeliest to be asked for."""
+        now = self._books.now
+        wishes: list[Wish] = []
+        for content in reversed(found.contents):
+            whole = content.up_to(span.end_token)
+            if whole.num_tokens <= span.start_token:
+                continue
+            loadable = self._books.store.loadable_tokens(whole)
+            reach = whole.num_servable
+            if loadable is not None:
+                reach = max(loadable, self._books.local.prefix_tokens(whole))
+            part = whole.up_to(reach)
+            is_guessed = found.origin is Origin.PROMPT and loadable is None
+            wish = Wish(
+                session=session,
+                content=part,
+                wanted_tokens=0 if is_guessed else whole.num_servable,
+                ttl=max(0.0, found.keep_until - now),
+                handle=OperationHandle(),
+                wanted_at=now,
+                give_up_at=now + self._books.settings.prefetch_patience_seconds,
+                is_guess=is_guess,
+            )
+            if not part.hashes:
+                wish.handle.finish(Outcome(EditStatus.MISSING, reason=STORE_LOST_IT))
+            wishes.append(wish)
+        return wishes
+
+
+def _finish_with_all(whole: OperationHandle, wishes: Iterable[Wish]) -> None:
+    """Once every part is over: the sum, and as status the one that all share, or ``partial``."""
+    outcomes = [wish.handle.outcome for wish in wishes]
+    done = [outcome for outcome in outcomes if outcome is not None]
+    if len(done) < len(outcomes):
+        return
+    tokens, blocks = sum(o.tokens for o in done), sum(o.blocks for o in done)
+    worst = min((o.status for o in done), key=_WORST_FIRST.index)
+    status = worst
+    if len({o.status for o in done}) > 1 and tokens:
+        status = EditStatus.PARTIAL
+    reasons = dict.fromkeys(o.reason for o in done if o.reason)
+    whole.finish(
+        Outcome(status, tokens, blocks, "; ".join(reasons), any(o.has_back_pressure for o in done))
+    )

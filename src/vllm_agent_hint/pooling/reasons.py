@@ -1,0 +1,8 @@
+"""Reasons that results give in more than one place, in words for a client."""
+
+from typing import Final
+
+NOTHING_RECORDED: Final = "nothing is recorded for this session"
+NOTHING_IN_RANGE: Final = "nothing is recorded for the range"
+STORE_LOST_IT: Final = "the store has nothing of it any more"
+TOO_MANY_WAIT: Final = "more prefetches wait than max_prefetches_queued"
