@@ -319,34 +319,27 @@ def test_hints_are_turn_and_lifecycle_sixty_seconds_late() -> None:
     assert arm_named("best") is None
 
 
-def test_own_hindsight_tells_sessions_apart_that_are_alike_to_whoever_knows_their_classes() -> None:
+def test_hindsight_knows_the_gaps_of_a_class_that_is_going_to_come_back() -> None:
     traces = Traces()
 
-    def turns(name: str, gap: float) -> TracedSession:
-        # Ten alike, so that what they have shown outweighs what is expected of everybody.
-        at = [k * gap for k in range(10)]
-        prompts = [traces.request(when, [0], stop="tool_use", tool="bash") for when in at]
+    def turns(name: str, tool: str, gap: float) -> TracedSession:
+        at = (0.0, gap)
+        prompts = [traces.request(when, [0], stop="tool_use", tool=tool) for when in at]
         return session(name, 0.0, *prompts)
 
-    workload = compose([traces.trace(turns("soon", 2.0), turns("late", 200.0))], users=1, seed=1)
-    first = [a for a in workload.arrivals if a.turn == 0]
+    trace = traces.trace(turns("soon", "read", 2.0), turns("late", "build", 200.0))
+    arm = arm_named("hints:hindsight")
+    assert arm is not None
+    order = HindsightPolicy(compose([trace], users=1, seed=1), arm)
 
-    def worths(policy: str) -> list[float]:
-        arm = arm_named(policy)
-        assert arm is not None
-        order = HindsightPolicy(workload, arm)
-        found = []
-        for arrival in sorted(first, key=lambda a: a.session.name, reverse=True):
-            facts = arm.facts(arrival)
-            assert facts is not None
-            seen = RestingTurn(ended=facts.ended, tool=facts.tools[-1], output_tokens=1)
-            found.append(order.worth(order.class_of(seen), 0.0))
-        return found
+    def worth(tool: str, resting: float) -> float:
+        turn = RestingTurn(ended="tool_call", tool=tool, output_tokens=1)
+        return order.worth(order.class_of(turn), resting)
 
-    of_soon, of_late = worths("hints:own-hindsight")
-    assert of_soon > of_late
-    of_soon, of_late = worths("hints:hindsight")
-    assert of_soon == of_late
+    assert worth("read", 0.0) > worth("build", 0.0) > 0.0
+    # Who was to be back long ago and is not will not come; of the other that is still believed.
+    assert worth("read", 100.0) == 0.0 < worth("build", 100.0)
+    assert worth("nobody has called this", 0.0) == 0.0
 
 
 def test_what_sam_has_counted_is_reported() -> None:

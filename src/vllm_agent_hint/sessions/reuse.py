@@ -140,6 +140,21 @@ def reuse_index(chances: Sequence[float]) -> tuple[float, ...]:
     return tuple(indices)
 
 
+def index_at(index: Sequence[float], resting: float) -> float:
+    """The reuse index of a session that has rested for some seconds. O(log bins).
+
+    Args:
+        index: At the start of each bin.
+        resting: Seconds.
+    """
+    where = bisect_right(EDGES, resting) - 1
+    if where == NEVER:
+        return index[NEVER]
+    # In between, so that within a bin, too, it is known which way the worth goes.
+    part = (resting - EDGES[where]) / (EDGES[where + 1] - EDGES[where])
+    return index[where] + part * (index[where + 1] - index[where])
+
+
 def _slope(returned: Sequence[float], held: Sequence[float], start: int, end: int) -> float:
     seconds = held[end] - held[start]
     return (returned[end] - returned[start]) / seconds if seconds > 0.0 else 0.0
@@ -281,13 +296,7 @@ class ReuseEstimator:
             Returns per second. O(log bins); asked of each class when blocks run out.
         """
         histogram = self._seen.get(turns) or self._histogram(turns)
-        index = histogram.index or self._work_out(turns, histogram)
-        where = bisect_right(EDGES, resting) - 1
-        if where == NEVER:
-            return index[NEVER]
-        # In between, so that within a bin, too, it is known which way the worth goes.
-        part = (resting - EDGES[where]) / (EDGES[where + 1] - EDGES[where])
-        return index[where] + part * (index[where + 1] - index[where])
+        return index_at(histogram.index or self._work_out(turns, histogram), resting)
 
     def _work_out(self, turns: TurnClass, histogram: _Histogram) -> tuple[float, ...]:
         found = histogram.index = reuse_index(self._chances(turns, histogram))

@@ -34,15 +34,6 @@ class Knowledge(StrEnum):
     LIFECYCLE = "lifecycle"
 
 
-class Hindsight(StrEnum):
-    """A bound: an order that knows beforehand how all gaps are distributed."""
-
-    OF_CLASSES = "hindsight"
-    """In each of the classes that we learn."""
-    OF_SESSIONS = "own-hindsight"
-    """In each class of each session, apart from those of all others."""
-
-
 class Arm(Protocol):
     """What a client tells of its sessions."""
 
@@ -59,8 +50,8 @@ class Arm(Protocol):
         """The order under pressure."""
 
     @property
-    def hindsight(self) -> Hindsight | None:
-        """What the order knows beforehand; None for nothing, as everybody but a bound."""
+    def has_hindsight(self) -> bool:
+        """Whether the order knows the distribution of all gaps beforehand: a bound."""
 
     def intent(self, arrival: Arrival) -> SessionIntent | None:
         """The hint of a request; None for none."""
@@ -76,12 +67,12 @@ class IdentityArm:
     Args:
         sees_turns: Whether the server sees by itself how a turn ended, as with AUTO.
         give_way: See ``Arm``.
-        hindsight: See ``Arm``.
+        has_hindsight: See ``Arm``.
     """
 
     sees_turns: bool = True
     give_way: GiveWay = GiveWay.REUSE
-    hindsight: Hindsight | None = None
+    has_hindsight: bool = False
 
     @property
     def knows(self) -> tuple[Knowledge, ...]:
@@ -97,7 +88,7 @@ class IdentityArm:
         return SessionIntent(key_of(arrival), arrival.session.parent)
 
     def facts(self, arrival: Arrival) -> TurnFacts | None:
-        return _facts_of(arrival, self.hindsight) if self.sees_turns else None
+        return _facts_of(arrival) if self.sees_turns else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +98,12 @@ class TurnArm:
     Args:
         end_delay: See ``Arm``.
         give_way: See ``Arm``.
-        hindsight: See ``Arm``.
+        has_hindsight: See ``Arm``.
     """
 
     end_delay: float | None = DEFAULT_END_DELAY
     give_way: GiveWay = GiveWay.REUSE
-    hindsight: Hindsight | None = None
+    has_hindsight: bool = False
 
     @property
     def knows(self) -> tuple[Knowledge, ...]:
@@ -127,18 +118,14 @@ class TurnArm:
         return SessionIntent(key_of(arrival), arrival.session.parent, (Protection(ttl),))
 
     def facts(self, arrival: Arrival) -> TurnFacts | None:
-        return _facts_of(arrival, self.hindsight)
+        return _facts_of(arrival)
 
 
-def _facts_of(arrival: Arrival, hindsight: Hindsight | None) -> TurnFacts | None:
+def _facts_of(arrival: Arrival) -> TurnFacts | None:
     request = arrival.request
     if request.stop is None:
         return None
-    if hindsight is Hindsight.OF_SESSIONS:
-        # Classes are told apart by their tool, and those with one lean on the same without it.
-        tools: tuple[str, ...] = (f"{arrival.session.number}/{request.tool or request.stop}",)
-    else:
-        tools = () if request.tool is None else (request.tool,)
+    tools = () if request.tool is None else (request.tool,)
     return TurnFacts.of(_ENDED.get(request.stop, "unknown"), tools)
 
 
@@ -151,7 +138,7 @@ def key_of(arrival: Arrival) -> SessionKey:
 
 
 _NAMES: Final = re.compile(
-    r"(?P<arm>hints|auto|identity)(:(?P<order>reuse|deadline|lru|hindsight|own-hindsight))?(@(?P<delay>\d+|never))?"
+    r"(?P<arm>hints|auto|identity)(:(?P<order>reuse|deadline|lru|hindsight))?(@(?P<delay>\d+|never))?"
 )
 
 
@@ -160,22 +147,19 @@ def arm_named(policy: str) -> Arm | None:
 
     ``hints``: ttl, turn and end. ``auto``: identity, and what the server sees of a turn's end.
     ``identity``: the same behind a front end that can't tell. ``hints:lru`` and ``hints:deadline``
-    give way in another order, ``hints:hindsight`` and ``hints:own-hindsight`` in that of the reuse
-    index with nothing left to learn, of classes or of each session alone: bounds. ``hints@600`` is
-    told the end of a session 600 seconds after its last turn, ``hints@never`` not at all.
+    give way in another order, ``hints:hindsight`` in that of the reuse index with nothing left to
+    learn: a bound. ``hints@600`` is told the end of a session 600 seconds after its
+    last turn, ``hints@never`` not at all.
     """
     found = _NAMES.fullmatch(policy)
     if found is None or (found["arm"] != "hints" and found["delay"]):
         return None
-    hindsight, order = None, GiveWay.REUSE
-    if found["order"] in tuple(Hindsight):
-        hindsight = Hindsight(found["order"])
-    elif found["order"]:
-        order = GiveWay(found["order"])
+    has_hindsight = found["order"] == "hindsight"
+    order = GiveWay.REUSE if has_hindsight else GiveWay(found["order"] or GiveWay.REUSE)
     if found["arm"] != "hints":
-        return IdentityArm(found["arm"] == "auto", order, hindsight)
+        return IdentityArm(found["arm"] == "auto", order, has_hindsight)
     delay = found["delay"]
     end_delay: float | None = DEFAULT_END_DELAY
     if delay is not None:
         end_delay = None if delay == "never" else float(delay)
-    return TurnArm(end_delay, order, hindsight)
+    return TurnArm(end_delay, order, has_hindsight)

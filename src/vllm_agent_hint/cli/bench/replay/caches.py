@@ -182,7 +182,7 @@ class HintedCache(StockCache):
             self.manager.group_layouts(),
             settings,
             self._now,
-            retention_policy(settings) if arm.hindsight is None else HindsightPolicy(workload, arm),
+            HindsightPolicy(workload, arm) if arm.has_hindsight else retention_policy(settings),
         )
         self.manager.on_served = self._served
         self.manager.block_pool.observer = self

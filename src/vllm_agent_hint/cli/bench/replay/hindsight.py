@@ -1,17 +1,28 @@
 """The reuse index with nothing left to learn: what its classes can know at most."""
 
+from collections import defaultdict
 from collections.abc import Hashable
 
 from vllm_agent_hint.cli.bench.replay.arms import Arm
 from vllm_agent_hint.cli.bench.replay.workload import Arrival, Traffic, Workload
-from vllm_agent_hint.sessions.policy import RestingTurn, ReusePolicy
+from vllm_agent_hint.sessions.policy import RestingTurn, RetentionPolicy
+from vllm_agent_hint.sessions.reuse import (
+    EDGES,
+    NEVER,
+    TurnClass,
+    bin_of,
+    index_at,
+    reuse_index,
+    turn_class,
+)
 
 
-class HindsightPolicy(ReusePolicy):
+class HindsightPolicy(RetentionPolicy):
     """Knows how the gaps of each class are distributed in the workload that it is going to see.
 
-    A bound for everybody who knows the same classes and orders by the reuse index; not for one
-    who knows more.
+    Of each class it takes the gaps as they will be: it leans on nothing and forgets nothing, and
+    of a class with one turn it knows that very gap. So it knows more than anybody could learn of
+    the classes, and is a bound for whoever orders by them; not for one who knows more.
 
     Args:
         workload: The very one.
@@ -20,6 +31,7 @@ class HindsightPolicy(ReusePolicy):
 
     def __init__(self, workload: Workload, arm: Arm) -> None:
         super().__init__()
+        seen: defaultdict[TurnClass, list[int]] = defaultdict(lambda: [0] * len(EDGES))
         for session in workload.sessions:
             if session.traffic is not Traffic.AGENTS:
                 continue
@@ -27,15 +39,27 @@ class HindsightPolicy(ReusePolicy):
             for turn, request in enumerate(session.requests):
                 arrival = Arrival(session.starts_at + request.at, session, turn)
                 facts = arm.facts(arrival)
-                seen = RestingTurn(
-                    ended="unknown" if facts is None else facts.ended,
-                    tool=facts.tools[-1] if facts is not None and facts.tools else "",
-                    last_gap=last_gap,
-                    output_tokens=request.output_tokens,
+                turns = self.class_of(
+                    RestingTurn(
+                        ended="unknown" if facts is None else facts.ended,
+                        tool=facts.tools[-1] if facts is not None and facts.tools else "",
+                        last_gap=last_gap,
+                        output_tokens=request.output_tokens,
+                    )
                 )
                 gap = None if arrival.is_last else session.requests[turn + 1].at - request.at
-                super().observe(self.class_of(seen), gap)
+                seen[turns][NEVER if gap is None else bin_of(gap)] += 1
                 last_gap = gap
+        self._indices = {
+            turns: reuse_index([count / sum(counts) for count in counts])
+            for turns, counts in seen.items()
+        }
 
-    def observe(self, turns: Hashable, gap: float | None) -> None:
-        """See ``RetentionPolicy``. It knows all that there is to know."""
+    def class_of(self, turn: RestingTurn) -> TurnClass:
+        """See ``RetentionPolicy``. The classes of ``ReusePolicy``."""
+        return turn_class(turn.tenant, turn.ended, turn.tool, turn.last_gap, turn.output_tokens)
+
+    def worth(self, turns: Hashable, resting: float) -> float:
+        """See ``RetentionPolicy``. 0 for a class that stands until more is known of its turn."""
+        index = self._indices.get(turns)  # type: ignore[call-overload]
+        return 0.0 if index is None else index_at(index, resting)
