@@ -15,13 +15,14 @@ from vllm.v1.kv_offload.base import (
 )
 
 from vllm_agent_hint.pooling.claims import Claim
-from vllm_agent_hint.pooling.tier.files import ChunkFolder
+from vllm_agent_hint.pooling.tier.folder import ChunkFolder
 from vllm_agent_hint.pooling.tier.manager import (
     NOT_IN_HOST,
     SessionAwareOffloadingManager,
     TierSpec,
 )
 from vllm_agent_hint.pooling.tier.options import TierOptions
+from vllm_agent_hint.pooling.tier.sweep import Sweep
 from vllm_agent_hint.pooling.tier.worker import TorchTierWorker
 
 Manager = SessionAwareOffloadingManager
@@ -280,8 +281,8 @@ def test_who_waits_for_a_load_may_use_its_chunk_for_something_else_at_once() -> 
 # -- files -----------------------------------------------------------------------------------------
 
 
-def folder(path: Path, bound: int = 1 << 30) -> ChunkFolder:
-    return ChunkFolder(path, "group", 1, bound)
+def folder(path: Path) -> ChunkFolder:
+    return ChunkFolder(path, "group", 1, 1 << 30)
 
 
 def filed(tmp_path: Path) -> tuple[TorchTierWorker, torch.Tensor, TierSpec, list[Path]]:
@@ -393,12 +394,11 @@ def test_a_delete_takes_the_file_away(tmp_path: Path) -> None:
 def test_above_its_bound_the_directory_loses_what_was_used_longest_ago(tmp_path: Path) -> None:
     _, _, _, paths = filed(tmp_path)
     one = paths[0].stat().st_size
-    other = folder(tmp_path, bound=one)
     os.utime(paths[0], (1, 1))
     os.utime(paths[1], (2, 2))
-    other.touch(keys("a"))
+    folder(tmp_path).touch(keys("a"))
 
-    assert other.sweep(now=1.0) == 1
+    assert Sweep(str(tmp_path), "group", one).run() == 1
     assert paths[0].exists()
     assert not paths[1].exists()
 

@@ -40,7 +40,7 @@ class Evictions:
         if reason:
             store.claim(beyond, Claim.DEAD)
             return Outcome(EditStatus.UNSUPPORTED, reason=reason)
-        deleted = store.delete(beyond)
+        deleted = store.delete(beyond, session)
         if deleted is None:
             counters.failures += 1
             return Outcome(EditStatus.FAILED, reason="the store could not be asked to delete it")

@@ -10,6 +10,7 @@ from vllm.v1.simple_kv_offload.manager import TransferMeta
 from vllm_agent_hint.pooling.capability import Content, Operation
 from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.pooling.manifest import SessionManifest
+from vllm_agent_hint.sessions.intent import SessionKey
 
 
 class SimpleCPUStore:
@@ -175,7 +176,7 @@ class SimpleCPUStore:
         if claim is Claim.DEAD:
             self._let_go_first(self._find(hashes))
 
-    def delete(self, hashes: Iterable[bytes]) -> int:
+    def delete(self, hashes: Iterable[bytes], session: SessionKey | None = None) -> int:
         """See ``Store``. What is being written goes as soon as that is over."""
         keys = {make_block_hash_with_group_id(h, group) for h in hashes for group in self._groups}
         deleted = set()
