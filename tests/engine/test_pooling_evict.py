@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.engine.own_prompt_rig import hashed, plain
 from tests.engine.pooling_rig import PoolingEngine, pooling_engine
 from tests.engine.rig import BLOCK, hinted, prompt
 from vllm_agent_hint.pooling.capability import Content
@@ -261,3 +262,68 @@ def test_two_servers_that_write_the_same_at_once_do_not_delete_it_for_each_other
     first.done("a", "evict")
 
     assert in_store(second, content) == WHOLE
+
+
+# -- what goes first -------------------------------------------------------------------------------
+
+
+def nearly_full() -> tuple[PoolingEngine, Content, Content]:
+    """A tier with room for five chunks beside an older context and a newer one of no session."""
+    engine = pooling_engine(chunks=45, num_blocks=80)
+    older = prompt(8, WHOLE + 3)
+    engine.serve(older)
+    engine.serve(OURS)
+    return engine, hashed(engine, plain(older)), hashed(engine, plain(OURS))
+
+
+def fill(engine: PoolingEngine) -> None:
+    engine.serve(prompt(9, 10 * BLOCK + 1))
+
+
+@pytest.mark.parametrize("end", ["evict", "free", "another prompt"])
+def test_a_session_known_by_its_prompt_puts_nobodys_chunks_first_in_line(end: str) -> None:
+    engine, older, newer = nearly_full()
+    prefetch = {"session_id": "here", "edits": [{"type": "prefetch"}]}
+    engine.call("edit", **prefetch, prompts=[plain(OURS)])
+    engine.run()
+    assert engine.results()[0]["status"] == "applied"
+    if end == "evict":
+        engine.done("here", "evict")
+    elif end == "free":
+        engine.call("free", session_id="here", operation_id="free")
+    else:
+        engine.call("edit", **prefetch, prompts=[plain(prompt(8, WHOLE + 3))])
+    engine.run()
+
+    fill(engine)
+
+    assert in_store(engine, newer) == WHOLE
+    assert in_store(engine, older) < WHOLE
+    engine.assert_nothing_is_left()
+
+
+def test_a_session_that_has_ended_puts_nobody_elses_chunks_first_in_line() -> None:
+    engine, older, newer = nearly_full()
+    engine.serve(OURS, hint=hinted("a", 600.0))
+    engine.sam.free_session(engine.session("a").key)
+
+    fill(engine)
+
+    assert in_store(engine, newer) == WHOLE
+    assert in_store(engine, older) < WHOLE
+    engine.assert_nothing_is_left()
+
+
+def test_dead_chunks_are_ordinary_again_for_whoever_asks_for_them() -> None:
+    engine = pooling_engine(chunks=45, num_blocks=80)
+    older = prompt(8, WHOLE + 3)
+    engine.serve(older)
+    engine.serve(OURS, hint=hinted("a", 600.0))
+    engine.sam.free_session(engine.session("a").key)
+    assert served_from_the_store(engine, OURS) == WHOLE
+
+    fill(engine)
+
+    assert in_store(engine, hashed(engine, plain(OURS))) == WHOLE
+    assert in_store(engine, hashed(engine, plain(older))) < WHOLE
+    engine.assert_nothing_is_left()
