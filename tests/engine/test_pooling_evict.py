@@ -102,21 +102,20 @@ def test_a_prefix_of_a_session_that_has_ended_outlives_the_evict(engine: Pooling
     engine.assert_nothing_is_left()
 
 
-def test_a_prefix_that_a_request_finds_on_the_gpu_before_what_it_loads_is_used_by_it(
+def test_what_a_request_finds_on_the_gpu_before_what_it_loads_is_used_by_it(
     engine: PoolingEngine,
 ) -> None:
-    park(engine, "b", THEIRS)
-    engine.sam.free_session(engine.session("b").key)
+    engine.serve(THEIRS)
+    theirs = hashed(engine, plain(THEIRS))
+    engine.remote.spm.store.delete(theirs.hashes[: SHARED // BLOCK])
     assert engine.scheduler.reset_prefix_cache()
-    # Deleted, and brought again by one session alone.
-    engine.remote.spm.store.delete([])
     park(engine, "a", OURS)
     assert engine.serve(THEIRS) == WHOLE
-    content = content_of(engine, "a")
+    assert engine.cached_ids(OURS)[0] == engine.cached_ids(THEIRS)[0]
 
     engine.done("a", "evict")
 
-    assert in_store(engine, content) == SHARED
+    assert in_store(engine, theirs) == WHOLE
     engine.assert_nothing_is_left()
 
 
