@@ -1,14 +1,17 @@
-"""What an evict deletes in the tier, and what it must leave: what anybody else has a use for."""
+"""What an evict deletes in a store, and what it must leave: what anybody else has a use for."""
 
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.engine.own_prompt_rig import hashed, plain
 from tests.engine.pooling_rig import PoolingEngine, pooling_engine
 from tests.engine.rig import BLOCK, hinted, prompt
+from tests.engine.simple_cpu_rig import simple_cpu_engine
+from vllm_agent_hint.cli.bench.engine import SAMPLED_TOKEN
 from vllm_agent_hint.pooling.capability import Content
 from vllm_agent_hint.settings import Settings
 
@@ -62,8 +65,10 @@ def served_from_the_store(engine: PoolingEngine, tokens: list[int]) -> int:
 # -- one server ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["host memory", "directory"])
+@pytest.fixture(params=["host memory", "directory", "SimpleCPUOffloadConnector"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> PoolingEngine:
+    if request.param == "SimpleCPUOffloadConnector":
+        return simple_cpu_engine(num_blocks=80)
     return engine_over(tmp_path if request.param == "directory" else None)
 
 
@@ -141,7 +146,41 @@ def test_what_only_the_session_has_used_is_gone(
     assert f"{there // BLOCK} blocks were deleted" in evicted["reason"]
     # The connector stores the end of a request a step later.
     engine.steps(3)
-    assert not any(map(engine.tier.holds, engine.remote.spm.store._keys(content.hashes)))
+    assert engine.remote.spm.store.refresh(content.hashes)[0] == 0
+    engine.assert_nothing_is_left()
+
+
+def test_what_somebody_else_has_generated_too_outlives_the_evict(engine: PoolingEngine) -> None:
+    engine.serve(OURS, max_tokens=3 * BLOCK)
+    theirs = hashed(engine, plain([*OURS, *[SAMPLED_TOKEN] * 3 * BLOCK]))
+    before = in_store(engine, theirs)
+    engine.serve(OURS, hint=hinted("a", 600.0), max_tokens=3 * BLOCK)
+
+    engine.done("a", "evict")
+
+    assert in_store(engine, theirs) == before
+    engine.assert_nothing_is_left()
+
+
+def test_a_fault_in_noting_who_uses_what_costs_the_delete_and_no_request(
+    monkeypatch: pytest.MonkeyPatch, log: Any
+) -> None:
+    engine = simple_cpu_engine(num_blocks=80)
+    store = engine.remote.spm.store
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("planted")
+
+    engine.serve(OURS, hint=hinted("a", 600.0))
+    with monkeypatch.context() as planted:
+        planted.setattr(store, "_find", broken)
+        engine.serve(THEIRS, hint=hinted("b", 600.0))
+    content = content_of(engine, "a")
+
+    engine.done("a", "evict")
+
+    assert log.text.count("said once") == 1
+    assert in_store(engine, content) == WHOLE
     engine.assert_nothing_is_left()
 
 

@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.request import RequestStatus
 
+from vllm_agent_hint.pooling.adapters.request_users import user_of
 from vllm_agent_hint.pooling.capability import Content, Operation
 from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.pooling.manifest import SessionManifest
@@ -136,15 +137,8 @@ class OffloadingStore:
 
     def _user_of(self, request_id: str) -> User:
         """Whose a request is. One that comes to run is not noted yet."""
-        hooks = self._scheduler.agent_hint
-        if request_id in self._users:
-            return self._users[request_id]
-        if request_id in hooks.tracked:
-            key: Hashable = hooks.tracked[request_id].live.session.key
-            return key
-        if hooks.remote is not None and request_id in hooks.remote.loads:
-            return OwnRequest.TRANSFER
-        return None
+        found = self._users.get(request_id)
+        return user_of(self._scheduler, request_id) if found is None else found
 
     def _hand_over_states(self, scheduler_output: Any) -> Any:
         """As the connector, with the checkpoints that our saves add to vLLM's own hand-over.
