@@ -116,10 +116,10 @@ class SessionAwareOffloadingManager(OffloadingManager):
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> TierSpec:
         """See ``OffloadingManager``."""
-        self._use(keys, req_context)
         # What it has found on the GPU before them is nowhere else named.
-        positions = getattr(req_context, "_offload_key_positions", ())
-        self._users.used(positions, self._user(req_context))
+        all_keys = getattr(req_context, "_offload_key_positions", None) or keys
+        self._users.used(all_keys, self._user(req_context))
+        self._want(keys)
         chunk_ids: list[int] = []
         for key in keys:
             chunk = self._chunks.get(key)
@@ -255,8 +255,9 @@ class SessionAwareOffloadingManager(OffloadingManager):
             How many were there.
         """
         deleted = 0
+        keys = list(keys)
+        self.claim(keys, Claim.ORDINARY)
         for key in keys:
-            self.claim((key,), Claim.ORDINARY)
             if session is None or self._is_alone(key, session):
                 deleted += self._delete(key)
         return deleted
@@ -280,13 +281,17 @@ class SessionAwareOffloadingManager(OffloadingManager):
         return None if req_context is None else self.user_of(req_context.req_id)
 
     def _use(self, keys: Collection[bytes], req_context: Any) -> None:
-        """A request makes use of chunks that are there: that keeps whoever of them was to go."""
+        """A request makes use of chunks that are there."""
         self._users.used(keys, self._user(req_context))
-        if self._claims or self._doomed:
-            for key in keys:
-                self._doomed.discard(key)
-                if self._claims.get(key) is Claim.DEAD:
-                    self.claim((key,), Claim.ORDINARY)
+        self._want(keys)
+
+    def _want(self, keys: Collection[bytes]) -> None:
+        """Whichever of these was to go stays."""
+        if self._doomed:
+            self._doomed.difference_update(keys)
+        if self._claims:
+            claim_of = self._claims.get
+            self.claim([key for key in keys if claim_of(key) is Claim.DEAD], Claim.ORDINARY)
         self._note_files(keys)
 
     def _note_files(self, keys: Iterable[bytes]) -> None:

@@ -52,14 +52,16 @@ class SoleUsers:
 
         What an offload has brought is the first session's that comes for it.
         """
-        if user is OwnRequest.TRANSFER or not self._users:
+        users = self._users
+        if user is OwnRequest.TRANSFER or not users:
             return
-        for key in keys:
-            owner = self._users.get(key)
+        # Of thousands of keys the session's own are told at once: it is always the same object.
+        owned = [(key, owner) for key in keys if (owner := users.get(key, user)) is not user]
+        for key, owner in owned:
             if owner is OwnRequest.TRANSFER and user is not None:
-                self._users[key] = user
-            elif owner is not None and owner != user:
-                del self._users[key]
+                users[key] = user
+            elif owner != user:
+                del users[key]
 
     def is_alone(self, key: bytes, session: Hashable) -> bool:
         """Whether nobody but a session has a use for a chunk.
