@@ -1,6 +1,8 @@
 """The tier: which chunks go first, what is never reused, and what damage does."""
 
 import os
+import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,15 @@ from vllm.v1.kv_offload.base import (
 )
 
 from vllm_agent_hint.pooling.claims import Claim
-from vllm_agent_hint.pooling.tier.files import ChunkFolder
+from vllm_agent_hint.pooling.tier.files import ChunkFile
+from vllm_agent_hint.pooling.tier.folder import ChunkFolder
 from vllm_agent_hint.pooling.tier.manager import (
     NOT_IN_HOST,
     SessionAwareOffloadingManager,
     TierSpec,
 )
 from vllm_agent_hint.pooling.tier.options import TierOptions
+from vllm_agent_hint.pooling.tier.sweep import Sweep
 from vllm_agent_hint.pooling.tier.worker import TorchTierWorker
 
 Manager = SessionAwareOffloadingManager
@@ -280,8 +284,8 @@ def test_who_waits_for_a_load_may_use_its_chunk_for_something_else_at_once() -> 
 # -- files -----------------------------------------------------------------------------------------
 
 
-def folder(path: Path, bound: int = 1 << 30) -> ChunkFolder:
-    return ChunkFolder(path, "group", 1, bound)
+def folder(path: Path) -> ChunkFolder:
+    return ChunkFolder(path, "group", 1, 1 << 30)
 
 
 def filed(tmp_path: Path) -> tuple[TorchTierWorker, torch.Tensor, TierSpec, list[Path]]:
@@ -393,14 +397,132 @@ def test_a_delete_takes_the_file_away(tmp_path: Path) -> None:
 def test_above_its_bound_the_directory_loses_what_was_used_longest_ago(tmp_path: Path) -> None:
     _, _, _, paths = filed(tmp_path)
     one = paths[0].stat().st_size
-    other = folder(tmp_path, bound=one)
     os.utime(paths[0], (1, 1))
     os.utime(paths[1], (2, 2))
-    other.touch(keys("a"))
+    folder(tmp_path).touch(keys("a"))
 
-    assert other.sweep(now=1.0) == 1
+    assert Sweep(str(tmp_path), "group", one).run() == 1
     assert paths[0].exists()
     assert not paths[1].exists()
+
+
+def test_two_writers_of_a_chunk_are_not_in_each_others_way_whatever_their_process_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, checksum = ChunkFile(str(tmp_path), "ab"), zlib.crc32
+
+    def while_it_is_written(content: bytes) -> int:
+        """Another server, in a container of its own, is in the middle of the same."""
+        monkeypatch.setattr(zlib, "crc32", checksum)
+        file.write(0, b"what both write")
+        assert file.read(0, 15) == b"what both write"
+        return checksum(content)
+
+    monkeypatch.setattr(zlib, "crc32", while_it_is_written)
+    file.write(0, b"what both write")
+
+    assert file.read(0, 15) == b"what both write"
+    assert [path.name for path in (tmp_path / "ab").iterdir()] == ["ab.0.kv"]
+
+
+def test_a_file_system_without_links_is_written_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: Any, **__: Any) -> None:
+        raise PermissionError("planted")
+
+    monkeypatch.setattr(os, "link", no_links)
+    file = ChunkFile(str(tmp_path), "ab")
+
+    file.write(0, b"content")
+
+    assert file.read(0, 7) == b"content"
+    assert [path.name for path in (tmp_path / "ab").iterdir()] == ["ab.0.kv"]
+
+
+def test_what_a_dead_writer_has_left_aside_goes_after_an_hour(tmp_path: Path) -> None:
+    _, _, _, paths = filed(tmp_path)
+    young, old = (paths[0].with_name(f".{paths[0].name}.{name}") for name in ("young", "old"))
+    for aside in (young, old):
+        aside.write_bytes(b"half a chunk")
+    at = old.stat().st_mtime
+    os.utime(old, (at - 3_700, at - 3_700))
+
+    assert Sweep(str(tmp_path), "group", 1 << 30).run() == 1
+
+    assert not old.exists()
+    assert all(path.exists() for path in (young, *paths))
+
+
+def left_by(server: ChunkFolder) -> Path:
+    """A chunk in the folder that a server has for itself after a reset."""
+    server.leave_behind()
+    server.file_of(b"k").write(0, b"content")
+    return server.file_of(b"k").path(0)
+
+
+def test_a_folder_that_a_server_has_left_goes_once_nobody_has_used_it_for_a_day(
+    tmp_path: Path,
+) -> None:
+    _, _, _, shared = filed(tmp_path)
+    used, unused = left_by(folder(tmp_path)), left_by(folder(tmp_path))
+    at = unused.stat().st_mtime
+    for old in (unused, *shared):
+        os.utime(old, (at - 90_000, at - 90_000))
+    for place in (unused.parent, unused.parents[1]):
+        os.utime(place, (at - 90_000, at - 90_000))
+
+    assert Sweep(str(tmp_path), "another", 1 << 30).run() == 1
+
+    assert used.exists()
+    assert not unused.exists()
+    assert all(path.exists() for path in shared), "other servers go on with it"
+
+
+def test_a_server_that_is_reset_again_leaves_nothing_of_its_own_folder(tmp_path: Path) -> None:
+    server = folder(tmp_path)
+    left = left_by(server)
+
+    server.leave_behind()
+    server.finish()
+
+    assert not left.parents[1].exists()
+
+
+def test_the_scheduler_never_walks_through_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filed(tmp_path)
+    walkers, scandir = set(), os.scandir
+
+    def noted(*args: Any) -> Any:
+        walkers.add(threading.current_thread())
+        return scandir(*args)
+
+    monkeypatch.setattr(os, "scandir", noted)
+    manager = Manager(2, folder(tmp_path))
+    store(manager, "c")
+    assert manager.folder is not None
+    manager.folder.finish()
+
+    assert walkers
+    assert threading.main_thread() not in walkers
+
+
+def test_however_many_files_there_are_sweeping_takes_a_small_share_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept: list[float] = []
+    clock = Clock()
+    server = folder(tmp_path)
+    monkeypatch.setattr(server, "_timed_sweep", lambda: swept.append(clock.now))
+    server._sweep_took = 2.0
+    for _ in range(200):
+        clock.now += 1.0
+        server.sweep_soon(clock.now)
+        server.finish()
+
+    assert swept == [101.0 + 40.0 * k for k in range(5)]
 
 
 @pytest.mark.parametrize(

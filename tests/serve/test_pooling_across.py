@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from tests.serve.at_rest import wait_until
-from tests.serve.pooling_rig import KINDS, edit, files_of, hinted, loaded, tier, with_connector
+from tests.serve.pooling_rig import (
+    KINDS,
+    edit,
+    files_of,
+    flood,
+    hinted,
+    loaded,
+    tier,
+    whole_blocks,
+    with_connector,
+)
 from tests.serve.rig import Serve, tokens
 
 SALT = "a salt of its own"
@@ -70,3 +80,29 @@ def test_hashes_of_another_scheme_are_incompatible_and_no_stranger_learns_a_sess
     texts = " ".join(path.read_text() for path in tmp_path.glob("sessions/*/*.json"))
     assert "agent" not in names + texts
     assert SALT not in texts
+
+
+def test_an_evict_on_one_server_leaves_whole_what_is_parked_on_the_other(
+    serve: Serve, tmp_path: Path
+) -> None:
+    shared = with_connector(40, extra=tier(directory=str(tmp_path)))
+    first, second = (serve("qwen3-small", shared, {"PYTHONHASHSEED": "0"}) for _ in range(2))
+    system = tokens(1_024, 1)
+    ours, theirs = [*system, *tokens(976, 2)], [*system, *tokens(976, 3)]
+    first.complete(ours, offloading("ours"))
+    wait_until(lambda: len(files_of(tmp_path)) >= 15)
+    time.sleep(0.5)
+    second.complete(theirs, offloading("theirs"))
+    wait_until(lambda: len(files_of(tmp_path)) >= 22)
+    time.sleep(0.5)
+    both = len(files_of(tmp_path))
+
+    (evicted,) = edit(first, "ours", "evict")
+    left = len(files_of(tmp_path))
+    flood(second)
+    (fetched,) = edit(second, "theirs", "prefetch")
+
+    assert "blocks were deleted from the store" in evicted["reason"]
+    assert left < both
+    assert fetched["status"] == "applied", fetched
+    assert second.complete(theirs, {"session_id": "theirs"}).cached_tokens == whole_blocks(theirs)

@@ -38,9 +38,10 @@ class Evictions:
         if found.origin is Origin.PROMPT:
             reason = reason or "what it holds of this prompt may be another session's"
         if reason:
-            store.claim(beyond, Claim.DEAD)
+            is_ours = found.origin is not Origin.PROMPT
+            store.claim(beyond, Claim.DEAD if is_ours else Claim.ORDINARY)
             return Outcome(EditStatus.UNSUPPORTED, reason=reason)
-        deleted = store.delete(beyond)
+        deleted = store.delete(beyond, session)
         if deleted is None:
             counters.failures += 1
             return Outcome(EditStatus.FAILED, reason="the store could not be asked to delete it")

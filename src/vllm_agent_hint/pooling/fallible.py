@@ -57,10 +57,10 @@ class FallibleStore:
         """See ``Store``."""
         self._ask(self._store.claim, hashes, claim, otherwise=None)
 
-    def delete(self, hashes: Iterable[bytes]) -> int | None:
+    def delete(self, hashes: Iterable[bytes], session: SessionKey | None = None) -> int | None:
         """See ``Store``; None if it can't be told."""
-        ask: Callable[[Iterable[bytes]], int | None] = self._store.delete
-        return self._ask(ask, hashes, otherwise=None)
+        ask: Callable[..., int | None] = self._store.delete
+        return self._ask(ask, hashes, session, otherwise=None)
 
     def write_page(self, session: SessionKey, contents: Sequence[Content], ttl: float) -> None:
         """Note in the manifest, if there is one, what a session has."""

@@ -54,8 +54,14 @@ class Store(Protocol):
     def claim(self, hashes: Iterable[bytes], claim: Claim) -> None:
         """Say who wants content, whether it is there or not."""
 
-    def delete(self, hashes: Iterable[bytes]) -> int:
-        """
+    def delete(self, hashes: Iterable[bytes], session: SessionKey | None = None) -> int:
+        """Delete content, which is never to cost anybody else a hit.
+
+        Args:
+            hashes: Of what nobody but the session has registered.
+            session: What others have used all the same stays, and is no longer protected. None:
+                all of it goes.
+
         Returns:
             Keys that were there.
         """

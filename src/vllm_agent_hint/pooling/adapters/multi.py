@@ -7,6 +7,7 @@ from vllm_agent_hint.pooling.capability import Content, Operation
 from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.pooling.manifest import SessionManifest
 from vllm_agent_hint.pooling.store import Store
+from vllm_agent_hint.sessions.intent import SessionKey
 
 
 class MultiStore:
@@ -74,10 +75,10 @@ class MultiStore:
         for store in self._stores:
             store.claim(hashes, claim)
 
-    def delete(self, hashes: Iterable[bytes]) -> int:
+    def delete(self, hashes: Iterable[bytes], session: SessionKey | None = None) -> int:
         """See ``Store``."""
         hashes = list(hashes)
-        return max((store.delete(hashes) for store in self._stores), default=0)
+        return max((store.delete(hashes, session) for store in self._stores), default=0)
 
     def _able(self, operation: Operation) -> list[Store]:
         return [store for store in self._stores if not store.why_not(operation)]

@@ -4,7 +4,7 @@ What can be done depends on the tier's manager: any of them saves, loads and ref
 this project also knows claims and deletes.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from vllm.v1.core import kv_cache_utils
@@ -16,12 +16,15 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.request import RequestStatus
 
+from vllm_agent_hint.pooling.adapters.request_users import user_of
 from vllm_agent_hint.pooling.capability import Content, Operation
 from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.pooling.manifest import SessionManifest
 from vllm_agent_hint.pooling.probe import PROBE_ID, request_of
 from vllm_agent_hint.pooling.tier.files import namespace
 from vllm_agent_hint.pooling.tier.manager import SessionAwareOffloadingManager
+from vllm_agent_hint.pooling.tier.users import OwnRequest, User
+from vllm_agent_hint.sessions.intent import SessionKey
 
 
 class OffloadingStore:
@@ -44,12 +47,15 @@ class OffloadingStore:
         self._sessions: SessionAwareOffloadingManager | None = None
         if isinstance(self._side.manager, SessionAwareOffloadingManager):
             self._sessions = self._side.manager
+            self._sessions.user_of = self._user_of
         self.manifest = self._open_manifest()
         self._states: dict[str, list[tuple[int, int, int, bytes]]] = {}
         """Of saves that begin with the next step: ``(group, block, end token, its hash)`` of the
         state checkpoints, which the connector takes by hand-over only."""
         self._build_meta = self._side.build_connector_meta
-        self._side.build_connector_meta = self._hand_over_states
+        self._side.build_connector_meta = self._build_meta_with_ours
+        self._users: dict[str, Hashable] = {}
+        """Of what the connector may have to store once the request is over, by its id."""
 
     def _open_manifest(self) -> SessionManifest | None:
         folder = None if self._sessions is None else self._sessions.folder
@@ -96,6 +102,7 @@ class OffloadingStore:
             else:
                 groups[config.group_idx] = _whole_chunks(ids, per_chunk)
         status.update_block_id_groups(tuple(groups))
+        self._users[save_id] = OwnRequest.TRANSFER
         self._scheduler.finished_req_ids.add(save_id)
 
     def is_saving(self, save_id: str) -> bool:
@@ -114,6 +121,24 @@ class OffloadingStore:
             for k, block_id in enumerate(ids)
             if block_id
         ]
+
+    def _build_meta_with_ours(self, scheduler_output: Any) -> Any:
+        """As the connector, which stores what requests have left until a step after their end."""
+        tracked = self._scheduler.agent_hint.tracked
+        if tracked:
+            for new in scheduler_output.scheduled_new_reqs:
+                if new.req_id in tracked:
+                    self._users[new.req_id] = tracked[new.req_id].live.session.key
+        meta = self._hand_over_states(scheduler_output)
+        if self._users:
+            for request_id in scheduler_output.finished_req_ids or ():
+                self._users.pop(request_id, None)
+        return meta
+
+    def _user_of(self, request_id: str) -> User:
+        """Whose a request is. One that comes to run is not noted yet."""
+        found = self._users.get(request_id)
+        return user_of(self._scheduler, request_id) if found is None else found
 
     def _hand_over_states(self, scheduler_output: Any) -> Any:
         """As the connector, with the checkpoints that our saves add to vLLM's own hand-over.
@@ -186,10 +211,10 @@ class OffloadingStore:
         else:
             self._sessions.claim(keys, claim)
 
-    def delete(self, hashes: Iterable[bytes]) -> int:
+    def delete(self, hashes: Iterable[bytes], session: SessionKey | None = None) -> int:
         """See ``Store``."""
         assert self._sessions is not None
-        return self._sessions.delete(self._keys(list(hashes)))
+        return self._sessions.delete(self._keys(list(hashes)), session)
 
     # -- within --------------------------------------------------------------------------------
 

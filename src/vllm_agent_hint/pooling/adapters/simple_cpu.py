@@ -1,15 +1,21 @@
 """vLLM's ``SimpleCPUOffloadConnector``: a second block pool, in host memory or on a disk."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.core.kv_cache_utils import get_block_hash, make_block_hash_with_group_id
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.simple_kv_offload.manager import TransferMeta
 
+from vllm_agent_hint.pooling.adapters.request_users import user_of
 from vllm_agent_hint.pooling.capability import Content, Operation
 from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.pooling.manifest import SessionManifest
+from vllm_agent_hint.pooling.tier.users import OwnRequest, SoleUsers
+from vllm_agent_hint.sessions.intent import SessionKey
+
+logger = logging.getLogger("vllm.agent_hint")
 
 
 class SimpleCPUStore:
@@ -32,6 +38,7 @@ class SimpleCPUStore:
     manifest: SessionManifest | None = None
 
     def __init__(self, scheduler: Any, connector: Any) -> None:
+        self._scheduler = scheduler
         self._gpu = scheduler.kv_cache_manager.block_pool
         self._side = connector.scheduler_manager
         self._copies = self._side.cpu_block_pool
@@ -40,6 +47,17 @@ class SimpleCPUStore:
         """Copies that are not written yet, by save."""
         self._doomed: dict[int, set[int]] = {}
         """Copies to be deleted once they are written, by the event that says so."""
+        self._users = SoleUsers()
+        """By hash, of all KV cache groups together."""
+        self._has_named_fault = False
+        self._looked_up = ("", 0)
+        """The request that the connector was asked about last, and what the GPU cache has of it."""
+        self._look_up = self._side.get_num_new_matched_tokens
+        self._side.get_num_new_matched_tokens = self._note_look_up
+        self._take_up = self._side.update_state_after_alloc
+        self._side.update_state_after_alloc = self._note_use
+        self._end = self._side.request_finished
+        self._side.request_finished = self._note_generated
         self._store_ended = self._side._process_store_event
         self._side._process_store_event = self._end_of_store
 
@@ -63,8 +81,9 @@ class SimpleCPUStore:
                 awaited.add(writing[block_id])
             elif block_hash is not None and not self._holds(block_hash) and len(missing) < room:
                 missing.append(block_id)
-        for doomed in self._doomed.values():
-            doomed -= awaited
+        self._take_back(awaited)
+        hashes = [get_block_hash(self._gpu.blocks[block_id].block_hash) for block_id in missing]
+        self._users.brought((h for h in hashes if h not in self._users), OwnRequest.TRANSFER)
         # What is named first is reused first.
         awaited.update(self._send(missing[::-1]))
         self._saves[save_id] = awaited
@@ -127,6 +146,74 @@ class SimpleCPUStore:
             )
         }
 
+    # -- who uses what -------------------------------------------------------------------------
+
+    def _note_look_up(self, request: Any, num_computed_tokens: int) -> Any:
+        """As the connector, which is asked right before a request comes to run."""
+        self._looked_up = (request.request_id, num_computed_tokens)
+        return self._look_up(request, num_computed_tokens)
+
+    def _note_use(self, request: Any, blocks: Any, num_external_tokens: int) -> Any:
+        """As the connector, when a request comes to run."""
+        self._note(self._use_of, request, num_external_tokens)
+        return self._take_up(request, blocks, num_external_tokens)
+
+    def _use_of(self, request: Any, num_external_tokens: int) -> None:
+        """What was nowhere yet, it brings."""
+        user = user_of(self._scheduler, request.request_id)
+        hashes = list(request.block_hashes)
+        brought: list[bytes] = []
+        if user is not None and user is not OwnRequest.TRANSFER:
+            looked_up, local_tokens = self._looked_up
+            found = (local_tokens + num_external_tokens) // self._side.hash_block_size
+            if looked_up == request.request_id and not request.skip_reading_prefix_cache:
+                brought = [h for h in hashes[found:] if not any(self._find([h]))]
+        self._users.used(hashes, user)
+        self._users.brought(brought, user)
+        if self._doomed:
+            self._take_back(self._copies_being_written(set(hashes)))
+
+    def _note_generated(self, request: Any, block_ids: Any) -> Any:
+        """As the connector, when a request has ended."""
+        self._note(self._generated_by, request)
+        return self._end(request, block_ids)
+
+    def _generated_by(self, request: Any) -> None:
+        """What it has generated, it has brought too.
+
+        Also what is there by now, if its prompt is nobody else's: who could have generated it?
+        """
+        user = user_of(self._scheduler, request.request_id)
+        if user is not None and user is not OwnRequest.TRANSFER:
+            first = request.num_prompt_tokens // self._side.hash_block_size
+            hashes = list(request.block_hashes)
+            is_own = first > 0 and self._users.is_alone(hashes[first - 1], user)
+            new = [h for h in hashes[first:] if h not in self._users]
+            self._users.brought((h for h in new if is_own or not any(self._find([h]))), user)
+
+    def _note(self, note: Callable[..., None], *args: Any) -> None:
+        """What we don't know the users of is deleted by nobody; requests go on."""
+        try:
+            note(*args)
+        except Exception:
+            self._users.clear()
+            if not self._has_named_fault:
+                self._has_named_fault = True
+                logger.exception("vllm-agent-hint: noting who uses what failed (said once)")
+
+    def _copies_being_written(self, hashes: set[bytes]) -> set[int]:
+        blocks = self._gpu.blocks
+        return {
+            copy_id
+            for block_id, copy_id in self._writing.items()
+            if blocks[block_id].block_hash and get_block_hash(blocks[block_id].block_hash) in hashes
+        }
+
+    def _take_back(self, copy_ids: set[int]) -> None:
+        """Copies that are being written are wanted after all."""
+        for doomed in self._doomed.values():
+            doomed -= copy_ids
+
     # -- looking -------------------------------------------------------------------------------
 
     def loadable_tokens(self, content: Content) -> int | None:
@@ -173,10 +260,15 @@ class SimpleCPUStore:
     def claim(self, hashes: Iterable[bytes], claim: Claim) -> None:
         """See ``Store``. What nobody wants goes first; for others the pool knows use alone."""
         if claim is Claim.DEAD:
-            self._let_go_first(self._find(hashes))
+            self._let_go_first(self._find(h for h in hashes if h in self._users))
 
-    def delete(self, hashes: Iterable[bytes]) -> int:
+    def delete(self, hashes: Iterable[bytes], session: SessionKey | None = None) -> int:
         """See ``Store``. What is being written goes as soon as that is over."""
+        if session is not None:
+            hashes = [h for h in hashes if self._users.is_alone(h, session)]
+        hashes = list(hashes)
+        for h in hashes:
+            self._users.forget(h)
         keys = {make_block_hash_with_group_id(h, group) for h in hashes for group in self._groups}
         deleted = set()
         for key in keys:

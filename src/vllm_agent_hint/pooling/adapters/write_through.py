@@ -12,6 +12,7 @@ from vllm_agent_hint.pooling.capability import Content, Operation
 from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.pooling.manifest import SessionManifest
 from vllm_agent_hint.pooling.probe import PROBE_ID, request_of
+from vllm_agent_hint.sessions.intent import SessionKey
 
 _LOOK_AGAIN_SECONDS: Final = 0.05
 
@@ -103,6 +104,6 @@ class WriteThroughStore(ABC):
     def claim(self, hashes: Iterable[bytes], claim: Claim) -> None:  # noqa: B027 - no claims here
         """See ``Store``. Such a store goes by use alone."""
 
-    def delete(self, hashes: Iterable[bytes]) -> int:
+    def delete(self, hashes: Iterable[bytes], session: SessionKey | None = None) -> int:
         """See ``Store``. Such a store can't, and says so where it is asked what it can."""
         return 0

@@ -1,25 +1,34 @@
 """KV chunks as files: what survives this server, and what another one can take up.
 
-A chunk appears at once or not at all (it is written aside and renamed), and says how long it is
+A chunk appears at once or not at all (it is written aside and linked), and says how long it is
 and what its checksum is: what a dying writer has left behind is never taken for a chunk.
+
+Servers that share a directory know of each other by the files alone. One that makes use of a
+chunk that it has not written itself marks it, and a marked chunk is deleted by nobody but for
+want of room.
 """
 
 import hashlib
 import json
 import os
+import stat
 import struct
-import time
+import uuid
 import zlib
-from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+SUFFIX: Final = ".kv"
+ASIDE: Final = "."
+"""What is being written begins with it."""
+
 _HEADER: Final = struct.Struct("<4sIQ")
 _MAGIC: Final = b"AHK1"
-_SWEEP_SECONDS: Final = 5.0
-_SUFFIX: Final = ".kv"
+_MARK: Final = stat.S_IXUSR
+"""The mode bit that says that others than its writer use a chunk. It means nothing to a file that
+nobody runs, a look at the file shows it, and no time that anybody sets touches it."""
 
 
 class DamagedChunkError(OSError):
@@ -42,7 +51,7 @@ class ChunkFile:
     def location(self, rank: int) -> str:
         """As text: thousands of them are looked at between two steps, and each ``Path`` costs
         several times what the look does."""
-        return f"{self.folder}/{self.name[:2]}/{self.name}.{rank}{_SUFFIX}"
+        return f"{self.folder}/{self.name[:2]}/{self.name}.{rank}{SUFFIX}"
 
     def path(self, rank: int) -> Path:
         return Path(self.location(rank))
@@ -54,15 +63,25 @@ class ChunkFile:
         """
         target = self.path(rank)
         target.parent.mkdir(parents=True, exist_ok=True)
-        aside = target.with_name(f".{target.name}.{os.getpid()}")
+        # No process id: in two containers it may be the same.
+        aside = target.with_name(f"{ASIDE}{target.name}.{uuid.uuid4().hex}")
         try:
             with aside.open("wb") as file:
                 file.write(_HEADER.pack(_MAGIC, zlib.crc32(content), len(content)))
                 file.write(content)
-            aside.replace(target)
+            self._appear(aside, target, rank)
         finally:
-            with suppress(OSError):
-                aside.unlink()
+            unlink(aside)
+
+    def _appear(self, aside: Path, target: Path, rank: int) -> None:
+        try:
+            target.hardlink_to(aside)
+        except FileExistsError:
+            # Another server has written it at the same time.
+            self.mark(rank)
+        except OSError:
+            # A file system without links.
+            aside.replace(target)
 
     def read(self, rank: int, length: int) -> bytes:
         """A file that is damaged is deleted, so that it is not asked for again and again.
@@ -80,98 +99,32 @@ class ChunkFile:
             zlib.crc32(content),
             length,
         ):
-            _unlink(self.path(rank))
+            unlink(self.path(rank))
             raise DamagedChunkError(f"{self.name} is not what was written")
         return content
 
-
-class ChunkFolder:
-    """The scheduler's side: which chunks there are. It never reads one.
-
-    Args:
-        root: The operator's directory.
-        group: Of exchangeable chunks; see ``namespace``.
-        world_size: Workers, each with files of its own.
-        bound: Bytes of all files below ``root / group``.
-    """
-
-    def __init__(self, root: Path, group: str, world_size: int, bound: int) -> None:
-        self.root = root
-        self.group = group
-        self._folder = str(root / group)
-        self._world_size = world_size
-        self._bound = bound
-        self._next_sweep = 0.0
-
-    def file_of(self, key: bytes) -> ChunkFile:
-        return ChunkFile(self._folder, key.hex())
-
-    def holds(self, key: bytes) -> bool:
-        """A look into the file system for each worker."""
-        file = self.file_of(key)
-        return all(os.path.exists(file.location(rank)) for rank in range(self._world_size))
-
-    def touch(self, keys: Iterable[bytes]) -> int:
-        """Make chunks the most recently used.
-
-        Returns:
-            How many are there.
-        """
-        found = 0
-        for key in keys:
-            with suppress(OSError):
-                for rank in range(self._world_size):
-                    os.utime(self.file_of(key).location(rank))
-                found += 1
-        return found
-
-    def delete(self, keys: Iterable[bytes]) -> int:
-        """
-        Returns:
-            How many were there.
-        """
-        deleted = 0
-        for key in keys:
-            paths = [self.file_of(key).path(rank) for rank in range(self._world_size)]
-            deleted += sum(map(_unlink, paths)) > 0
-        return deleted
-
-    def leave_behind(self) -> None:
-        """What is here is not to be used any more: other chunks go into another folder."""
-        self.group = namespace({"after": self.group, "at": time.time_ns(), "by": os.getpid()})
-        self._folder = str(self.root / self.group)
-
-    def sweep(self, now: float) -> int:
-        """Keep the bound, now and then: the least recently used go first.
-
-        Args:
-            now: Monotonic seconds.
-
-        Returns:
-            Files deleted.
-        """
-        if now < self._next_sweep:
-            return 0
-        self._next_sweep = now + _SWEEP_SECONDS
-        files = sorted(_files_below(Path(self._folder)), reverse=True)
-        kept = deleted = 0
-        for _, size, path in files:
-            kept += size
-            if kept > self._bound:
-                deleted += _unlink(path)
-        return deleted
-
-
-def _files_below(folder: Path) -> Iterator[tuple[float, int, Path]]:
-    for path in folder.glob(f"*/*{_SUFFIX}"):
+    def mark(self, rank: int) -> None:
+        """Say that others than its writer use the chunk, if it is there."""
+        path = self.location(rank)
         with suppress(OSError):
-            status = path.stat()
-            yield status.st_mtime, status.st_size, path
+            os.chmod(path, os.stat(path).st_mode | _MARK)
+
+    def is_marked(self, rank: int) -> bool:
+        """Whether others than its writer use the chunk."""
+        try:
+            return bool(os.stat(self.location(rank)).st_mode & _MARK)
+        except OSError:
+            return False
 
 
-def _unlink(path: Path) -> bool:
+def unlink(path: str | Path) -> bool:
+    """Delete a file.
+
+    Returns:
+        Whether it was there.
+    """
     try:
-        path.unlink()
+        os.unlink(path)
     except OSError:
         return False
     return True

@@ -6,7 +6,8 @@ from typing import Any
 from vllm.v1.kv_offload.base import OffloadingManager, OffloadingWorker
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from vllm_agent_hint.pooling.tier.files import ChunkFolder, namespace
+from vllm_agent_hint.pooling.tier.files import namespace
+from vllm_agent_hint.pooling.tier.folder import ChunkFolder
 from vllm_agent_hint.pooling.tier.manager import SessionAwareOffloadingManager
 from vllm_agent_hint.pooling.tier.options import TierOptions
 from vllm_agent_hint.pooling.tier.worker import TorchTierWorker
