@@ -157,13 +157,13 @@ def test_what_the_store_has_lost_makes_a_prefetch_partial() -> None:
     engine.assert_nothing_is_left()
 
 
-def test_edits_of_one_session_keep_their_order() -> None:
+def test_edits_of_one_session_keep_their_order_but_an_evict_overtakes_prefetches() -> None:
     engine = pooling_engine()
     engine.serve(CONTEXT, hint=hinted("a", 60.0))
 
     results = engine.done("a", "offload", "prefetch", "evict", "prefetch")
 
-    assert status(results) == ["applied", "applied", "applied", "missing"]
+    assert status(results) == ["applied", "rejected", "applied", "missing"]
     engine.assert_nothing_is_left()
 
 

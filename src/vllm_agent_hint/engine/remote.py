@@ -104,7 +104,7 @@ class RemoteSessions:
             scheduler, settings.max_prefetches_queued, needs_tokens=store.needs_tokens
         )
         self.capability = self.spm = SessionAwarePoolingManager(
-            store, self, self.loads, settings, self.counters, time.monotonic()
+            store, self, self.loads, settings, self.counters, time.monotonic(), self.drop
         )
 
     # -- what the session core asks ------------------------------------------------------------
@@ -142,7 +142,10 @@ class RemoteSessions:
 
     def session_ended(self, key: SessionKey) -> None:
         """See ``RemoteKV``."""
-        self._drop_prefetches(key, "the session has ended")
+        reason = "the session has ended"
+        if self.spm is not None:
+            self.spm.refuse_waiting(key, reason)
+        self._drop_prefetches(key, reason)
         self._resumes.forget(key)
 
         def release() -> OperationHandle:
@@ -152,10 +155,14 @@ class RemoteSessions:
         self._start(release)
 
     def _drop_prefetches(self, key: SessionKey, reason: str) -> None:
+        if self.spm is not None:
+            self.spm.refuse_waiting_prefetches(key, reason)
         self.own_prompts.drop(key, reason)
         self.loads.drop(key, reason)
 
     def _abort_all_prefetches(self, reason: str) -> None:
+        if self.spm is not None:
+            self.spm.refuse_waiting_prefetches(None, reason)
         self.own_prompts.abort_all(reason)
         self.loads.abort_all(reason)
 
@@ -466,7 +473,7 @@ def _both(local: EditResult, remote: Outcome) -> EditResult:
         if local.status is EditStatus.MISSING:
             reasons.pop(0)
             changes = {"status": EditStatus.APPLIED, "tokens": remote.tokens}
-    elif remote.status is EditStatus.UNSUPPORTED:
+    elif remote.status in (EditStatus.UNSUPPORTED, EditStatus.REJECTED):
         reasons.append(f"in the store its retention has ended: {remote.reason}")
     elif remote.status is EditStatus.FAILED:
         reasons.append(remote.reason)

@@ -1,5 +1,6 @@
 """SessionAwarePoolingManager: the capability, for connectors that don't have it themselves."""
 
+from collections.abc import Callable
 from functools import partial
 
 from vllm_agent_hint.hints import EditStatus
@@ -41,6 +42,8 @@ class SessionAwarePoolingManager:
         settings: Bounds.
         counters: Of what has happened.
         now: Monotonic seconds.
+        on_fault: Called while an error of ours is handled, with what has failed; calls
+            ``abandon``.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class SessionAwarePoolingManager:
         settings: Settings,
         counters: PoolingCounters,
         now: float,
+        on_fault: Callable[[str], object],
     ) -> None:
         self.store = store
         self.counters = counters
@@ -63,6 +67,7 @@ class SessionAwarePoolingManager:
         self._prefetches = Prefetches(books, self._hearsay, loads)
         self._evictions = Evictions(books, self._announcements)
         self._lanes = Lanes()
+        self._on_fault = on_fault
         self._gone = ""
         """Why the store is not used any more."""
 
@@ -104,7 +109,7 @@ class SessionAwarePoolingManager:
         """See ``SupportsSessionAwareKVManagement``. Local retention ends once all is saved."""
         if reason := self.why_not(Operation.OFFLOAD):
             return OperationHandle.ended(Outcome(EditStatus.UNSUPPORTED, reason=reason))
-        return self._run(session, partial(self._saves.start, session, span))
+        return self._run(session, Operation.OFFLOAD, partial(self._saves.start, session, span))
 
     def prefetch(
         self,
@@ -128,11 +133,26 @@ class SessionAwarePoolingManager:
         if reason := self.why_not(Operation.PREFETCH):
             return OperationHandle.ended(Outcome(EditStatus.UNSUPPORTED, reason=reason))
         start = partial(self._prefetches.start, session, span, ask_own, is_guess=is_guess)
-        return self._run(session, start)
+        return self._run(session, Operation.PREFETCH, start)
 
     def evict(self, session: SessionKey, span: Span) -> OperationHandle:
         """See ``SupportsSessionAwareKVManagement``. What lies behind the span goes too."""
-        return self._run(session, partial(self._evictions.start, session, span))
+        return self._run(session, Operation.EVICT, partial(self._evictions.start, session, span))
+
+    def refuse_waiting_prefetches(self, session: SessionKey | None, reason: str) -> None:
+        """Prefetches that have not begun, of one session or of all, never begin.
+
+        Whoever drops one that has begun does this before: its end is the begin of the next.
+        """
+        refused = Outcome.refused(reason)
+        if session is None:
+            self._lanes.refuse_all_waiting(refused, Operation.PREFETCH)
+        else:
+            self._lanes.refuse_waiting(session, refused, Operation.PREFETCH)
+
+    def refuse_waiting(self, session: SessionKey, reason: str) -> None:
+        """The same of all that a session has asked for."""
+        self._lanes.refuse_waiting(session, Outcome.refused(reason))
 
     def release(self, session: SessionKey) -> None:
         """See ``SupportsSessionAwareKVManagement``."""
@@ -150,15 +170,19 @@ class SessionAwarePoolingManager:
             remote=self._books.store.loadable_tokens(content),
         )
 
-    def _run(self, session: SessionKey, start: Start) -> OperationHandle:
+    def _run(self, session: SessionKey, kind: Operation, start: Start) -> OperationHandle:
         """One of a session's operations after the other."""
 
         def start_if_not_gone() -> OperationHandle:
-            if self._gone:
-                return OperationHandle.ended(Outcome(EditStatus.FAILED, reason=self._gone))
-            return start()
+            if not self._gone:
+                try:
+                    return start()
+                except Exception:
+                    # In the stack of whoever has ended the one before, who is no part of it.
+                    self._on_fault("beginning what was asked for")
+            return OperationHandle.ended(Outcome(EditStatus.FAILED, reason=self._gone))
 
-        return self._lanes.run(session, start_if_not_gone)
+        return self._lanes.run(session, kind, start_if_not_gone)
 
     # -- what is known of sessions -------------------------------------------------------------
 
@@ -210,5 +234,6 @@ class SessionAwarePoolingManager:
     def abandon(self, reason: str) -> None:
         """The store is not used any more: all that is under way has failed."""
         self._gone = reason
+        self._lanes.refuse_all_waiting(Outcome(EditStatus.FAILED, reason=reason))
         self._keep_alive.stop()
         self._saves.abandon(reason)

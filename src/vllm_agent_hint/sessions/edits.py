@@ -83,6 +83,9 @@ class Edits:
             return
         if not edit.include_children:
             done = remote.evict(key, edit, done)
+        elif session is None:
+            # A prefetch may be about to bring the first that there is of it.
+            remote.session_ended(key)
         if session is None:
             reason = "nothing is recorded for this session"
             done(EditResult(type=edit.type, status=EditStatus.MISSING, reason=reason))
