@@ -271,7 +271,7 @@ def test_an_expected_resume_gives_way_to_what_is_asked_for() -> None:
     engine.ask("b", "prefetch")
 
     assert guess.outcome.status == "rejected"
-    assert status(engine.ask("b", "prefetch", operation_id="more")) == ["pending"]
+    assert status(engine.ask("b", "prefetch", operation_id="more")) == ["rejected"]
 
 
 def test_a_request_for_what_is_being_loaded_waits_for_it_and_no_longer_than_the_bound(

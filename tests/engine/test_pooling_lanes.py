@@ -1,5 +1,6 @@
 """Several operations of one session that wait for each other, and what comes in between."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,3 +261,55 @@ def test_a_fault_in_beginning_what_is_asked_for_leaves_no_operation_open(
     engine.run()
     assert statuses(engine, "all") == ["failed"] * 3
     assert engine.remote.spm.num_open == 0
+
+
+# -- how many may wait -----------------------------------------------------------------------------
+
+
+def at_most(bound: int, **more: Any) -> Settings:
+    return Settings(**{"max_prefetches_queued": bound, "prefetch_reserve": 0.0, **more})
+
+
+@pytest.mark.parametrize("prompts", [(), (plain(RESUME),)], ids=["recorded", "own"])
+def test_prefetches_that_wait_for_their_session_count_like_all_that_wait(
+    tmp_path: Path, prompts: tuple[dict[str, Any], ...]
+) -> None:
+    saved(tmp_path, "here", 600.0)
+    engine = server(tmp_path, settings=at_most(3, prefetch_reserve=0.9))
+    queue(engine, 6, prompts=list(prompts))
+    engine.steps(14)
+    every = statuses(engine, *(f"prefetch{k}" for k in range(6)))
+    assert every == ["pending"] * 3 + ["rejected"] * 3
+    assert "max_prefetches_queued" in engine.results("prefetch5")[0]["reason"]
+    assert engine.remote.num_prefetches_waiting == 3
+    free(engine)
+    assert engine.remote.num_prefetches_waiting == 0
+    engine.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("steps", range(0, 16, 3))
+def test_prefetches_that_wait_for_anything_are_counted_together(tmp_path: Path, steps: int) -> None:
+    saved(tmp_path)
+    engine = server(tmp_path, settings=at_most(4, prefetch_reserve=0.9))
+    for k in range(6):
+        engine.call(
+            "edit",
+            session_id=f"session{k % 3}",
+            edits=[{"type": "prefetch"}],
+            prompts=[plain(RESUME)],
+            operation_id=f"prefetch{k}",
+        )
+        engine.steps(steps)
+    every = statuses(engine, *(f"prefetch{k}" for k in range(6)))
+    assert every == ["pending"] * 4 + ["rejected"] * 2
+    assert engine.remote.num_prefetches_waiting == 4
+
+
+def test_a_prompt_that_waits_is_no_list_of_numbers(tmp_path: Path) -> None:
+    engine = unknown_in_hashing(tmp_path, 1)
+    before = [id(each) for each in gc.get_objects() if type(each) is list and len(each) > 300]
+    ask(engine, "prefetch", operation_id="waiting", prompts=[plain(RESUME)])
+    after = [each for each in gc.get_objects() if type(each) is list and len(each) > 300]
+    assert [each for each in after if id(each) not in before] == []
+    goes_on(engine)
+    assert statuses(engine, "waiting") == ["applied"]

@@ -11,7 +11,6 @@ from vllm_agent_hint.engine.own_prompts import PromptHasher, PromptInHashing
 from vllm_agent_hint.hints import EditStatus
 from vllm_agent_hint.pooling.capability import Outcome
 from vllm_agent_hint.pooling.own_contents import OwnContents
-from vllm_agent_hint.pooling.reasons import TOO_MANY_WAIT
 from vllm_agent_hint.sessions.intent import SessionKey
 
 logger = logging.getLogger("vllm.agent_hint")
@@ -45,13 +44,11 @@ class OwnPromptQueue:
 
     Args:
         scheduler: vLLM's.
-        max_waiting: Prefetches that wait; more are refused.
         needs_tokens: Whether contents must hold their tokens.
     """
 
-    def __init__(self, scheduler: Any, max_waiting: int, *, needs_tokens: bool) -> None:
+    def __init__(self, scheduler: Any, *, needs_tokens: bool) -> None:
         self._scheduler = scheduler
-        self._max_waiting = max_waiting
         self._needs_tokens = needs_tokens
         self._jobs: deque[_Job] = deque()
         self._left = SLICE_TOKENS
@@ -71,9 +68,6 @@ class OwnPromptQueue:
     def ask(self, session: SessionKey, prompts: Sequence[Mapping[str, Any]]) -> OwnContents:
         """Find out what prompts would leave in a cache; of those that can't be hashed, nothing."""
         own = OwnContents()
-        if len(self._jobs) >= self._max_waiting:
-            own.handle.finish(Outcome.refused(TOO_MANY_WAIT))
-            return own
         self._jobs.append(_Job(session, list(reversed(prompts)), own))
         self._work()
         return own

@@ -58,7 +58,8 @@ class PromptInHashing:
         self, plain: Mapping[str, Any], unit: int, hasher: Any, *, needs_tokens: bool
     ) -> None:
         self._unit = unit
-        self._prompt = plain["token_ids"]
+        self._prompt = array("I")
+        self._prompt.frombytes(plain["token_ids"])
         self._end = len(self._prompt) // unit * unit
         """What lies behind it fills no block."""
         self._done = 0
@@ -104,7 +105,7 @@ class PromptInHashing:
             end += self._unit
         self._done = min(end, self._end)
         part = self._prompt[begin : self._done]
-        self._request.append_output_token_ids(part)
+        self._request.append_output_token_ids(part.tolist())
         if self._tokens is not None:
             self._tokens.extend(part)
         return self._done - begin

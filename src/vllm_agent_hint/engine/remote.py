@@ -92,7 +92,7 @@ class RemoteSessions:
         direct = kv_management(scheduler.connector, settings)
         if direct is not None:
             self.loads = LoadQueue(scheduler, settings, self._adopt, self.counters)
-            self.own_prompts = OwnPromptQueue(scheduler, 0, needs_tokens=False)
+            self.own_prompts = OwnPromptQueue(scheduler, needs_tokens=False)
             self.capability = direct
             return
         store = kv_store(scheduler, scheduler.connector)
@@ -100,9 +100,7 @@ class RemoteSessions:
             raise NoAdapterError(why_no_store(scheduler.connector))
         self.loads = LoadQueue(scheduler, settings, self._adopt, self.counters)
         self.loads.on_load = self._resumes.note_load
-        self.own_prompts = OwnPromptQueue(
-            scheduler, settings.max_prefetches_queued, needs_tokens=store.needs_tokens
-        )
+        self.own_prompts = OwnPromptQueue(scheduler, needs_tokens=store.needs_tokens)
         self.capability = self.spm = SessionAwarePoolingManager(
             store, self, self.loads, settings, self.counters, time.monotonic(), self.drop
         )
@@ -284,6 +282,11 @@ class RemoteSessions:
             found = Residency()
         return {"tokens": found.tokens, "local": found.local, "remote": found.remote}
 
+    @property
+    def num_prefetches_waiting(self) -> int:
+        """See ``SessionAwarePoolingManager``."""
+        return 0 if self.spm is None else self.spm.num_prefetches_waiting
+
     def statistics(self) -> dict[str, Any]:
         """Gauges as they are, events since the last time; plain data for msgpack."""
         taken = self.counters.take()
@@ -291,7 +294,7 @@ class RemoteSessions:
         return {
             "remote_tracked_keys": 0 if tracker is None else tracker.num_tracked,
             "remote_shared_keys": 0 if tracker is None else tracker.num_shared,
-            "prefetches_waiting": self.loads.num_waiting + len(self.own_prompts),
+            "prefetches_waiting": self.num_prefetches_waiting,
             "prefetches_loading": self.loads.num_loading,
             "remote_orphaned_keys": taken.orphaned_keys,
             "keep_alives": taken.keep_alives,

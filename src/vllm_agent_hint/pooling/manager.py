@@ -22,6 +22,7 @@ from vllm_agent_hint.pooling.keep_alive import KeepAlive
 from vllm_agent_hint.pooling.lanes import Lanes, Start
 from vllm_agent_hint.pooling.own_contents import AskOwnContents, OwnContents
 from vllm_agent_hint.pooling.prefetches import Prefetches
+from vllm_agent_hint.pooling.reasons import TOO_MANY_WAIT
 from vllm_agent_hint.pooling.saves import Saves
 from vllm_agent_hint.pooling.store import Loads, LocalCache, Store
 from vllm_agent_hint.sessions.intent import SessionKey
@@ -66,6 +67,7 @@ class SessionAwarePoolingManager:
         self._saves = Saves(books, self._announcements, self._keep_alive)
         self._prefetches = Prefetches(books, self._hearsay, loads)
         self._evictions = Evictions(books, self._announcements)
+        self._loads = loads
         self._lanes = Lanes()
         self._on_fault = on_fault
         self._gone = ""
@@ -132,8 +134,23 @@ class SessionAwarePoolingManager:
         """
         if reason := self.why_not(Operation.PREFETCH):
             return OperationHandle.ended(Outcome(EditStatus.UNSUPPORTED, reason=reason))
+        if not self._has_room_for_prefetch(is_guess=is_guess):
+            return OperationHandle.ended(Outcome.refused(TOO_MANY_WAIT))
         start = partial(self._prefetches.start, session, span, ask_own, is_guess=is_guess)
         return self._run(session, Operation.PREFETCH, start)
+
+    @property
+    def num_prefetches_waiting(self) -> int:
+        """For earlier operations of their session, for their prompts to be hashed, or for room;
+        once for each context where those are known."""
+        behind_others = self._lanes.num_waiting(Operation.PREFETCH)
+        return behind_others + self._prefetches.num_asking + self._loads.num_waiting
+
+    def _has_room_for_prefetch(self, *, is_guess: bool) -> bool:
+        """What somebody asks for goes before a guess."""
+        if self.num_prefetches_waiting < self._books.settings.max_prefetches_queued:
+            return True
+        return not is_guess and self._loads.give_up_a_guess()
 
     def evict(self, session: SessionKey, span: Span) -> OperationHandle:
         """See ``SupportsSessionAwareKVManagement``. What lies behind the span goes too."""

@@ -36,6 +36,8 @@ class Prefetches:
         self._books = books
         self._hearsay = hearsay
         self._loads = loads
+        self.num_asking = 0
+        """Prefetches that wait for the prompts of their sessions."""
 
     def start(
         self, session: SessionKey, span: Span, ask_own: AskOwnContents, *, is_guess: bool
@@ -44,8 +46,10 @@ class Prefetches:
         if self._hearsay.has_run(session):
             return self._load(session, span, (), is_guess=is_guess)
         own, whole = ask_own(), OperationHandle()
+        self.num_asking += 1
 
         def are_known(outcome: Outcome) -> None:
+            self.num_asking -= 1
             if outcome.status is not EditStatus.APPLIED:
                 whole.finish(outcome)
                 return

@@ -110,5 +110,16 @@ class Wish:
 class Loads(Protocol):
     """Loads content into the GPU cache through the scheduler; see ``engine.loads``."""
 
+    @property
+    def num_waiting(self) -> int:
+        """Wishes that have not begun."""
+
     def ask(self, wish: Wish) -> None:
-        """Queue a load."""
+        """Queue a load. Whoever asks minds the bound."""
+
+    def give_up_a_guess(self) -> bool:
+        """Make room for what somebody has asked for.
+
+        Returns:
+            Whether a guess was waiting.
+        """
