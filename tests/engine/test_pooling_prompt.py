@@ -352,3 +352,48 @@ def test_a_prompt_that_can_not_be_hashed_harms_nothing(tmp_path: Path, log: Any)
     assert "hashing the prompt" in log.text
     assert second.remote.reason == ""
     second.assert_nothing_is_left()
+
+
+# -- what time it is -------------------------------------------------------------------------------
+
+
+def test_an_evict_on_an_idle_engine_tells_other_servers_what_is_left_of_the_ttl(
+    tmp_path: Path, clock: Clock
+) -> None:
+    settings = Settings(ranges=True, prefetch_reserve=0.0, protected_share=1.0)
+    first = server(tmp_path, settings=settings)
+    first.serve(CONTEXT, hint=hinted("here", 600.0))
+    clock.advance(500.0)
+    first.done("here", {"type": "evict", "block_start": 8, "block_end": 12})
+    first.remote.spm.store.manifest.finish()
+    assert first.remote.spm.store.manifest.read(KEY).ttl == pytest.approx(100.0, abs=5.0)
+    first.assert_nothing_is_left()
+
+
+def test_an_idle_engine_knows_the_time_when_a_session_ends(tmp_path: Path, clock: Clock) -> None:
+    first = server(tmp_path)
+    first.serve(CONTEXT, hint=hinted("here", 600.0))
+    clock.advance(500.0)
+    first.call("free", session_id="here", operation_id="free")
+    assert first.remote.spm.now == clock.now
+    first.assert_nothing_is_left()
+
+
+def test_the_patience_of_a_prefetch_begins_when_those_before_it_are_over(
+    tmp_path: Path, clock: Clock
+) -> None:
+    saved(tmp_path)
+    second = server(tmp_path, settings=Settings(prefetch_reserve=0.9))
+    for name in ("first", "second"):
+        edits, sent = [{"type": "prefetch"}], [plain(RESUME)]
+        second.call("edit", session_id="here", edits=edits, prompts=sent, operation_id=name)
+    second.steps(2)
+    clock.advance(31.0)
+    for _ in range(2):
+        second.scheduler.has_requests()
+        assert second.results("first")[0]["status"] == "rejected"
+        assert second.results("second")[0]["status"] == "pending"
+    clock.advance(31.0)
+    second.scheduler.has_requests()
+    assert second.results("second")[0]["status"] == "rejected"
+    second.assert_nothing_is_left()

@@ -133,6 +133,7 @@ class RemoteSessions:
         self, key: SessionKey, edit: Edit, done: Callable[[EditResult], None]
     ) -> Callable[[EditResult], None]:
         """See ``RemoteKV``."""
+        self._set_time()
         self._drop_prefetches(key, "an evict of the session has overtaken it")
         span = Span(edit.start_token, edit.end_token)
         handle = self._start(lambda: self.capability.evict(key, span))
@@ -140,6 +141,7 @@ class RemoteSessions:
 
     def session_ended(self, key: SessionKey) -> None:
         """See ``RemoteKV``."""
+        self._set_time()
         reason = "the session has ended"
         if self.spm is not None:
             self.spm.refuse_waiting(key, reason)
@@ -259,6 +261,8 @@ class RemoteSessions:
     def look(self) -> None:
         """Whenever the engine looks whether there is work, also while it idles or is paused."""
         now = time.monotonic()
+        if self.spm is not None:
+            self.spm.now = now
         if self.spm is not None and now >= self.spm.next_keep_alive_at:
             self.spm.keep_alive(now)
         if now >= self._resumes.next_at:
