@@ -390,6 +390,10 @@ class RemoteSessions:
         found = coordinator.find_longest_cache_hit(content.hashes, content.num_tokens)
         return int(found[1])
 
+    def has_session(self, session: SessionKey) -> bool:
+        """See ``LocalCache``."""
+        return session in self._sam.sessions
+
     def release(self, session: SessionKey, span: Span, done: Callable[[], object]) -> str:
         """See ``LocalCache``."""
         edit = Edit(EditType.OFFLOAD, span.start_token, span.end_token)

@@ -67,17 +67,22 @@ class Hearsay:
         self._take_over(session, contents, ttl, origin)
         return ""
 
-    def forget_useless(self, session: SessionKey, version: int) -> None:
-        """What was said of a session has brought nothing.
+    def forget_useless(self, session: SessionKey, version: int, *, has_come: bool) -> None:
+        """A prefetch of a session that has not run here is over.
 
-        Nobody else would forget it: a session of which nothing has ever been here never ends here.
+        If nothing has come, or it could not be adopted, nobody else would forget what was said of
+        it: a session of which nothing has ever been here never ends here.
 
         Args:
             session: Which.
-            version: Of its registration then; what has been said since stays, and what is kept.
+            version: Of its registration then; what has been said since stays, and what is kept,
+                which ``KeepAlive`` forgets once its time is over.
+            has_come: Whether something of it is here now.
         """
         found = self._books.tracker.get(session)
         if found is None or found.version != version or found.origin is Origin.RUN:
+            return
+        if has_come and self._books.local.has_session(session):
             return
         if found.keep_until <= self._books.now:
             self._announcements.let_go(self._books.tracker.forget(session))

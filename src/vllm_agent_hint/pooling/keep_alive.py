@@ -6,6 +6,7 @@ from typing import Final
 from vllm_agent_hint.pooling.announcements import Announcements
 from vllm_agent_hint.pooling.books import Books
 from vllm_agent_hint.pooling.capability import Operation
+from vllm_agent_hint.pooling.tracker import Origin, Registration
 from vllm_agent_hint.sessions.intent import SessionKey
 
 SLICE_HASHES: Final = 4_096
@@ -59,6 +60,7 @@ class KeepAlive:
                 continue
             if found.keep_until <= now:
                 self._announcements.end_protection(session)
+                self._forget_hearsay(session, found)
                 continue
             is_wanted = True
             for content in found.contents:
@@ -72,3 +74,8 @@ class KeepAlive:
             self.next_at = now + self._books.settings.keep_alive_seconds
         else:
             self.next_at = math.inf
+
+    def _forget_hearsay(self, session: SessionKey, found: Registration) -> None:
+        """Nothing has come of what another server has noted: no end of a session will do it."""
+        if found.origin is not Origin.RUN and not self._books.local.has_session(session):
+            self._announcements.let_go(self._books.tracker.forget(session))

@@ -70,15 +70,14 @@ class Prefetches:
         if found is None or (own and reason):
             return OperationHandle.ended(Outcome(EditStatus.MISSING, reason=reason))
         wishes = self._wishes(session, found, span, is_guess=is_guess)
-        if not wishes:
-            return OperationHandle.ended(Outcome(EditStatus.MISSING, reason=NOTHING_IN_RANGE))
         whole, version = OperationHandle(), found.version
-
-        def is_over(outcome: Outcome) -> None:
-            if not outcome.tokens:
-                self._hearsay.forget_useless(session, version)
-
-        whole.when_done(is_over)
+        whole.when_done(
+            lambda outcome: self._hearsay.forget_useless(
+                session, version, has_come=outcome.tokens > 0
+            )
+        )
+        if not wishes:
+            whole.finish(Outcome(EditStatus.MISSING, reason=NOTHING_IN_RANGE))
         for wish in wishes:
             wish.handle.when_done(lambda _: _finish_with_all(whole, wishes))
         for wish in wishes:

@@ -70,6 +70,9 @@ class LocalCache(Protocol):
     def prefix_tokens(self, content: Content) -> int:
         """How long a prefix of it a request would find cached."""
 
+    def has_session(self, session: SessionKey) -> bool:
+        """Whether a session is here; then somebody will say when it ends."""
+
     def release(self, session: SessionKey, span: Span, done: Callable[[], object]) -> str:
         """End a session's retention of a part of its context; ``done`` when nothing is left.
 
