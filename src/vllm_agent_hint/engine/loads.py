@@ -235,7 +235,7 @@ class LoadQueue:
         """Refuse what has waited for too long."""
         for wish in [wish for wish in self._waiting if wish.give_up_at <= now]:
             self._waiting.remove(wish)
-            seconds = now - wish.wanted_at
+            seconds = self._settings.prefetch_patience_seconds
             wish.handle.finish(
                 Outcome.refused(f"for {seconds:.0f} s there was no room that requests did not need")
             )

@@ -328,7 +328,7 @@ class RemoteSessions:
     @_outlives_pooling
     def pause_changed(self, *, is_paused: bool) -> None:
         """Before vLLM pauses: no load may hold a block then."""
-        self.loads.is_paused = self.own_prompts.is_paused = is_paused
+        self.loads.is_paused = is_paused
         if is_paused:
             self._set_time()
             self._abort_all_prefetches("vLLM was paused")

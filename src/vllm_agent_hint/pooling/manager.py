@@ -20,8 +20,8 @@ from vllm_agent_hint.pooling.evictions import Evictions
 from vllm_agent_hint.pooling.hearsay import Hearsay
 from vllm_agent_hint.pooling.keep_alive import KeepAlive
 from vllm_agent_hint.pooling.lanes import Lanes, Start
-from vllm_agent_hint.pooling.own_contents import AskOwnContents, OwnContents
-from vllm_agent_hint.pooling.prefetches import Prefetches
+from vllm_agent_hint.pooling.own_contents import AskOwnContents, nothing_is_said
+from vllm_agent_hint.pooling.prefetches import Asked, Prefetches
 from vllm_agent_hint.pooling.reasons import TOO_MANY_WAIT
 from vllm_agent_hint.pooling.saves import Saves
 from vllm_agent_hint.pooling.store import Loads, LocalCache, Store
@@ -118,7 +118,7 @@ class SessionAwarePoolingManager:
         session: SessionKey,
         span: Span,
         *,
-        ask_own: AskOwnContents = OwnContents.unknown,
+        ask_own: AskOwnContents = nothing_is_said,
         is_guess: bool = False,
     ) -> OperationHandle:
         """See ``SupportsSessionAwareKVManagement``.
@@ -136,7 +136,8 @@ class SessionAwarePoolingManager:
             return OperationHandle.ended(Outcome(EditStatus.UNSUPPORTED, reason=reason))
         if not self._has_room_for_prefetch(is_guess=is_guess):
             return OperationHandle.ended(Outcome.refused(TOO_MANY_WAIT))
-        start = partial(self._prefetches.start, session, span, ask_own, is_guess=is_guess)
+        asked = Asked(session, span, self._books.now, is_guess)
+        start = partial(self._prefetches.start, asked, ask_own)
         return self._run(session, Operation.PREFETCH, start)
 
     @property
