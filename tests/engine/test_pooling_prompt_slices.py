@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.interface import PauseState
 
 from tests.engine.own_prompt_rig import (
@@ -116,6 +117,31 @@ def test_sound_that_ends_before_its_film_does_not_mislead_a_slice(
     tokens = prompt(5, 10 * BLOCK)
     found = hashed(hashing_engine, plain(tokens, items=items), slices=[BLOCK] * 10)
     assert list(found.hashes) == list(request_of(tokens, items=items).block_hashes)
+
+
+def test_a_vllm_that_goes_on_with_the_last_item_has_the_same_hashes(
+    hashing_engine: PoolingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM did before 0.31, which never went on within a prompt."""
+    items = [("image", 5, 20), ("other", 3 * BLOCK, 2 * BLOCK), ("third", 6 * BLOCK + 3, 9)]
+    tokens = prompt(5, 10 * BLOCK)
+    whole = list(request_of(tokens, items=items).block_hashes)
+    monkeypatch.setattr(
+        kv_cache_utils, "get_mm_features_in_window", lambda found, *_: (len(found) - 1, len(found))
+    )
+    found = hashed(hashing_engine, plain(tokens, items=items), slices=[BLOCK] * 10)
+    assert list(found.hashes) == whole
+
+
+def test_behind_its_last_item_a_prompt_is_cut_again(tmp_path: Path, slices: list[int]) -> None:
+    second = server(tmp_path)
+    sent = [plain(RESUME, items=[("image", 5, 20), ("other", 3 * BLOCK, 2 * BLOCK + 1)])]
+    edits = [{"type": "prefetch"}]
+    second.call("edit", session_id="here", edits=edits, prompts=sent, operation_id="here")
+    second.run()
+    assert slices[:2] == [6 * BLOCK, SLICE]
+    assert max(slices[1:]) == SLICE
+    second.assert_nothing_is_left()
 
 
 # -- a slice in each step --------------------------------------------------------------------------

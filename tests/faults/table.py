@@ -859,14 +859,6 @@ FAULTS: Final = (
         tests=("engine/test_pooling_prompt_slices.py",),
     ),
     Fault(
-        "looking a prompt up costs nothing",
-        breaks="no step is held up by looking up more than one long prompt",
-        file="engine/own_prompt_queue.py",
-        old="            self._left -= content.num_tokens\n",
-        new="",
-        tests=("engine/test_pooling_prompt_slices.py",),
-    ),
-    Fault(
         "what waits behind a prefetch begins when that is dropped",
         breaks="a session that was freed stays freed",
         file="pooling/lanes.py",
@@ -891,11 +883,11 @@ FAULTS: Final = (
         tests=("engine/test_pooling_lanes.py", "engine/test_pooling_storm.py"),
     ),
     Fault(
-        "a prompt is cut within an item that holds another",
+        "a prompt is cut among its items",
         breaks="a prompt has the hashes that the scheduler goes by",
         file="engine/own_prompts.py",
-        old="        return has_ended == sorted(has_ended, reverse=True)",
-        new="        return bool(has_ended) or True",
+        old="min(max(end, self._uncut), self._end)",
+        new="min(end, self._end)",
         tests=("engine/test_pooling_prompt_slices.py",),
     ),
     Fault(

@@ -111,8 +111,7 @@ class OwnPromptQueue:
             self._end(job, Outcome(EditStatus.FAILED))
             return
         if content is not None and content.hashes:
-            # Whoever takes it looks it up. That takes longer than hashing it has.
-            self._left -= content.num_tokens
+            # Whoever takes it looks it up: in one slice one that is longer than a slice, at most.
             job.take(content)
         if job.current is None and not job.plain:
             self._end(job, Outcome(EditStatus.APPLIED))
