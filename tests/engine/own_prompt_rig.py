@@ -3,6 +3,7 @@
 They stand for two servers: what one has saved the other has never seen.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def plain(
 ) -> dict[str, Any]:
     """A prompt as the front end sends it."""
     return {
-        "token_ids": list(tokens),
+        "token_ids": array("I", tokens).tobytes(),
         "cache_salt": cache_salt,
         "lora": None if lora is None else msgspec.to_builtins(lora),
         "items": [list(item) for item in items],
@@ -68,7 +69,7 @@ def hashed(
     hashing = PromptHasher(engine.scheduler).begin(prompt, needs_tokens=needs_tokens)
     for num_tokens in slices:
         hashing.go_on(num_tokens)
-    hashing.go_on(len(prompt["token_ids"]))
+    hashing.go_on(len(prompt["token_ids"]))  # Bytes: more than there are tokens.
     assert hashing.is_done
     return hashing.content()
 

@@ -12,6 +12,7 @@ from tests.engine.rig import BLOCK, Clock, hinted, prompt
 from vllm_agent_hint.hints import EditStatus
 from vllm_agent_hint.hookspecs import hookimpl, plugins
 from vllm_agent_hint.kvcache.block import Zone
+from vllm_agent_hint.pooling import keep_alive
 from vllm_agent_hint.pooling.capability import (
     Content,
     Operation,
@@ -157,13 +158,13 @@ def test_what_the_store_has_lost_makes_a_prefetch_partial() -> None:
     engine.assert_nothing_is_left()
 
 
-def test_edits_of_one_session_keep_their_order() -> None:
+def test_edits_of_one_session_keep_their_order_but_an_evict_overtakes_prefetches() -> None:
     engine = pooling_engine()
     engine.serve(CONTEXT, hint=hinted("a", 60.0))
 
     results = engine.done("a", "offload", "prefetch", "evict", "prefetch")
 
-    assert status(results) == ["applied", "applied", "applied", "missing"]
+    assert status(results) == ["applied", "rejected", "applied", "missing"]
     engine.assert_nothing_is_left()
 
 
@@ -271,7 +272,7 @@ def test_an_expected_resume_gives_way_to_what_is_asked_for() -> None:
     engine.ask("b", "prefetch")
 
     assert guess.outcome.status == "rejected"
-    assert status(engine.ask("b", "prefetch", operation_id="more")) == ["pending"]
+    assert status(engine.ask("b", "prefetch", operation_id="more")) == ["rejected"]
 
 
 def test_a_request_for_what_is_being_loaded_waits_for_it_and_no_longer_than_the_bound(
@@ -708,3 +709,49 @@ def test_a_state_is_handed_over_only_while_its_block_still_holds_it() -> None:
     store._hand_over_states(SimpleNamespace(kv_connector_block_state=state))
 
     assert handed == {"save": [(0, ids[3], 4 * BLOCK)]}
+
+
+def test_keep_alive_refreshes_a_slice_at_a_time_however_long_a_context_is(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keep_alive, "SLICE_HASHES", 6)
+    engine = pooling_engine(num_blocks=80)
+    away(engine)
+    engine.serve(OTHER, hint=hinted("a", 600.0))
+    refreshed: list[bytes] = []
+    per_look: list[int] = []
+    refresh = engine.remote.spm.store.refresh
+
+    def noting(hashes: Any) -> Any:
+        refreshed.extend(hashes)
+        return refresh(hashes)
+
+    monkeypatch.setattr(engine.remote.spm.store, "refresh", noting)
+    clock.advance(61.0)
+    for _ in range(12):
+        before = len(refreshed)
+        engine.scheduler.has_requests()
+        per_look.append(len(refreshed) - before)
+        clock.advance(0.06)
+    assert max(per_look) == 6
+    found = engine.remote.spm.tracker.get(next(iter(engine.remote.spm.tracker)))
+    assert sorted(refreshed) == sorted(h for c in found.contents for h in c.hashes)
+    engine.assert_nothing_is_left()
+
+
+def test_keep_alive_lets_go_of_a_context_that_ends_between_two_slices(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keep_alive, "SLICE_HASHES", 6)
+    engine = pooling_engine()
+    away(engine)
+    clock.advance(61.0)
+    engine.scheduler.has_requests()
+    assert engine.remote.counters.keep_alives == 6
+    engine.done("a", "evict")
+    for _ in range(9):
+        clock.advance(0.06)
+        engine.scheduler.has_requests()
+    assert engine.remote.counters.keep_alives == 6
+    assert engine.remote.counters.keep_alive_losses == 0
+    engine.assert_nothing_is_left()

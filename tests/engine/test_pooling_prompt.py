@@ -3,6 +3,7 @@
 Two engines stand for two servers: what one has saved the other has never seen.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -351,4 +352,109 @@ def test_a_prompt_that_can_not_be_hashed_harms_nothing(tmp_path: Path, log: Any)
     assert outcome(fetched) == ("applied", WHOLE), "by its manifest"
     assert "hashing the prompt" in log.text
     assert second.remote.reason == ""
+    second.assert_nothing_is_left()
+
+
+# -- what time it is -------------------------------------------------------------------------------
+
+
+def test_an_evict_on_an_idle_engine_tells_other_servers_what_is_left_of_the_ttl(
+    tmp_path: Path, clock: Clock
+) -> None:
+    settings = Settings(ranges=True, prefetch_reserve=0.0, protected_share=1.0)
+    first = server(tmp_path, settings=settings)
+    first.serve(CONTEXT, hint=hinted("here", 600.0))
+    clock.advance(500.0)
+    first.done("here", {"type": "evict", "block_start": 8, "block_end": 12})
+    first.remote.spm.store.manifest.finish()
+    assert first.remote.spm.store.manifest.read(KEY).ttl == pytest.approx(100.0, abs=5.0)
+    first.assert_nothing_is_left()
+
+
+def test_an_idle_engine_knows_the_time_when_a_session_ends(tmp_path: Path, clock: Clock) -> None:
+    first = server(tmp_path)
+    first.serve(CONTEXT, hint=hinted("here", 600.0))
+    clock.advance(500.0)
+    first.call("free", session_id="here", operation_id="free")
+    assert first.remote.spm.now == clock.now
+    first.assert_nothing_is_left()
+
+
+def test_the_patience_of_a_prefetch_begins_when_those_before_it_are_over(
+    tmp_path: Path, clock: Clock
+) -> None:
+    saved(tmp_path)
+    second = server(tmp_path, settings=Settings(prefetch_reserve=0.9))
+    for name in ("first", "second"):
+        edits, sent = [{"type": "prefetch"}], [plain(RESUME)]
+        second.call("edit", session_id="here", edits=edits, prompts=sent, operation_id=name)
+    second.steps(2)
+    clock.advance(31.0)
+    for _ in range(2):
+        second.scheduler.has_requests()
+        assert second.results("first")[0]["status"] == "rejected"
+        assert second.results("second")[0]["status"] == "pending"
+    clock.advance(31.0)
+    second.scheduler.has_requests()
+    assert second.results("second")[0]["status"] == "rejected"
+    second.assert_nothing_is_left()
+
+
+# -- what nobody ends ------------------------------------------------------------------------------
+
+
+def test_a_range_behind_all_that_a_prompt_has_leaves_nothing_registered(tmp_path: Path) -> None:
+    saved(tmp_path)
+    second = server(tmp_path, settings=Settings(ranges=True, prefetch_reserve=0.0))
+    edits = [{"type": "prefetch", "block_start": 30, "block_end": 40}]
+    second.call("edit", session_id="here", edits=edits, prompts=[plain(RESUME)])
+    second.run()
+    assert outcome(second.results()[0]) == ("missing", 0)
+    assert second.remote.spm.tracker.num_tracked == 0
+    second.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("prompts", [(), (plain(RESUME),)], ids=["manifest", "own"])
+def test_what_a_manifest_says_is_forgotten_when_its_time_is_over_and_nothing_has_come(
+    tmp_path: Path, clock: Clock, prompts: tuple[dict[str, Any], ...]
+) -> None:
+    saved(tmp_path, session_id="here", ttl=600.0)
+    second = server(tmp_path, settings=Settings(prefetch_reserve=0.9))
+    second.call("edit", session_id="here", edits=[{"type": "prefetch"}], prompts=list(prompts))
+    clock.advance(31.0)
+    second.step()
+    assert second.results()[0]["status"] == "rejected"
+    assert second.remote.spm.tracker.num_tracked > 0, "it is kept alive for its TTL"
+    for _ in range(12):
+        clock.advance(61.0)
+        second.scheduler.has_requests()
+    assert second.remote.spm.tracker.num_tracked == 0
+    assert second.remote.spm.next_keep_alive_at == math.inf
+    second.assert_nothing_is_left()
+
+
+def test_what_is_brought_for_a_session_for_which_there_is_no_room_is_nobodys(
+    tmp_path: Path,
+) -> None:
+    saved(tmp_path)
+    second = server(tmp_path, num_blocks=80, settings=Settings(max_sessions=1, prefetch_reserve=0))
+    second.add(prompt(2, 4 * BLOCK), hint=hinted("another", 600.0), max_tokens=100)
+    second.step()
+    prefetch(second, plain(RESUME))
+    assert second.remote.counters.loaded_tokens == WHOLE
+    assert KEY not in second.sam.sessions
+    assert KEY not in second.remote.spm.tracker
+    second.assert_nothing_is_left()
+
+
+def test_what_has_come_is_known_for_as_long_as_its_session_is_here(
+    tmp_path: Path, clock: Clock
+) -> None:
+    saved(tmp_path, session_id="here", ttl=600.0)
+    second = server(tmp_path)
+    assert outcome(prefetch(second)) == ("applied", WHOLE)
+    for _ in range(12):
+        clock.advance(61.0)
+        second.scheduler.has_requests()
+        assert (KEY in second.sam.sessions) == (KEY in second.remote.spm.tracker)
     second.assert_nothing_is_left()

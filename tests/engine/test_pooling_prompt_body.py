@@ -1,6 +1,7 @@
 """The way of a management request's prompt to the engine, and what goes wrong on it."""
 
 import asyncio
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,7 +66,9 @@ def rendered(door: Door, **fields: Any) -> list[dict[str, Any]]:
 def test_of_several_prompts_as_many_go_along_as_a_session_may_run() -> None:
     bound = Settings().max_lineages
     plain = rendered(Door(), prompt=[[k] for k in range(1, bound + 5)])
-    assert [each["token_ids"] for each in plain] == [[k] for k in range(1, bound + 1)]
+    assert [each["token_ids"] for each in plain] == [
+        array("I", [k]).tobytes() for k in range(1, bound + 1)
+    ]
 
 
 def test_what_the_client_has_to_correct_is_raised() -> None:

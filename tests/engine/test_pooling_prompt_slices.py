@@ -3,12 +3,14 @@
 A slice is two blocks here; it is 4,096 tokens elsewhere.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.interface import PauseState
 
 from tests.engine.own_prompt_rig import (
@@ -23,7 +25,7 @@ from tests.engine.own_prompt_rig import (
     server,
 )
 from tests.engine.pooling_rig import PoolingEngine, pooling_engine
-from tests.engine.rig import BLOCK, hinted, prompt
+from tests.engine.rig import BLOCK, Clock, hinted, prompt
 from vllm_agent_hint.engine import own_prompt_queue
 from vllm_agent_hint.engine.own_prompts import PromptInHashing
 from vllm_agent_hint.pooling.tracker import Origin
@@ -115,6 +117,31 @@ def test_sound_that_ends_before_its_film_does_not_mislead_a_slice(
     tokens = prompt(5, 10 * BLOCK)
     found = hashed(hashing_engine, plain(tokens, items=items), slices=[BLOCK] * 10)
     assert list(found.hashes) == list(request_of(tokens, items=items).block_hashes)
+
+
+def test_a_vllm_that_goes_on_with_the_last_item_has_the_same_hashes(
+    hashing_engine: PoolingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM did before 0.31, which never went on within a prompt."""
+    items = [("image", 5, 20), ("other", 3 * BLOCK, 2 * BLOCK), ("third", 6 * BLOCK + 3, 9)]
+    tokens = prompt(5, 10 * BLOCK)
+    whole = list(request_of(tokens, items=items).block_hashes)
+    monkeypatch.setattr(
+        kv_cache_utils, "get_mm_features_in_window", lambda found, *_: (len(found) - 1, len(found))
+    )
+    found = hashed(hashing_engine, plain(tokens, items=items), slices=[BLOCK] * 10)
+    assert list(found.hashes) == whole
+
+
+def test_behind_its_last_item_a_prompt_is_cut_again(tmp_path: Path, slices: list[int]) -> None:
+    second = server(tmp_path)
+    sent = [plain(RESUME, items=[("image", 5, 20), ("other", 3 * BLOCK, 2 * BLOCK + 1)])]
+    edits = [{"type": "prefetch"}]
+    second.call("edit", session_id="here", edits=edits, prompts=sent, operation_id="here")
+    second.run()
+    assert slices[:2] == [6 * BLOCK, SLICE]
+    assert max(slices[1:]) == SLICE
+    second.assert_nothing_is_left()
 
 
 # -- a slice in each step --------------------------------------------------------------------------
@@ -283,18 +310,20 @@ def test_the_end_of_another_session_leaves_it_alone(tmp_path: Path) -> None:
     second.assert_nothing_is_left()
 
 
-def test_what_is_asked_for_in_a_pause_is_hashed_at_once_and_loaded_afterwards(
-    tmp_path: Path,
+def test_what_is_asked_for_in_a_pause_is_hashed_and_loaded_afterwards(
+    tmp_path: Path, slices: list[int]
 ) -> None:
     saved(tmp_path)
     second = server(tmp_path)
     second.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-    assert ask(second, RESUME) == "pending"
-    assert len(second.remote.own_prompts) == 0
-    assert second.remote.loads.num_waiting == 1
+    for session_id in ("here", "there", "elsewhere"):
+        assert ask(second, RESUME, session_id=session_id) == "pending"
+    assert sum(slices) == SLICE, "as between any two steps"
     assert not second.scheduler.has_requests(), "a pause waits until nothing wants a step"
     second.scheduler.set_pause_state(PauseState.UNPAUSED)
     assert finish(second) == ("applied", WHOLE)
+    assert finish(second, "elsewhere") == ("applied", WHOLE)
+    assert max(slices) == SLICE
     second.assert_nothing_is_left()
 
 
@@ -348,4 +377,117 @@ def test_prompts_of_many_sessions_that_are_known_at_once_are_no_deep_recursion(
     assert second.remote.reason == ""
     assert "hashing the prompt" not in log.text
     assert {r["status"] for k in range(300) for r in second.results(f"s{k}")} == {"missing"}
+    second.assert_nothing_is_left()
+
+
+# -- asking the store ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def look_ups(monkeypatch: pytest.MonkeyPatch) -> Callable[[PoolingEngine], list[tuple[str, int]]]:
+    """Has an engine note which contexts it asks about, and whom."""
+
+    def noted(engine: PoolingEngine) -> list[tuple[str, int]]:
+        seen: list[tuple[str, int]] = []
+        store, local = engine.remote.spm.store, engine.remote.spm._books.local
+        for place, name in ((store, "loadable_tokens"), (local, "prefix_tokens")):
+            ask_it = getattr(place, name)
+
+            def noting(content: Any, name: str = name, ask_it: Any = ask_it) -> Any:
+                seen.append((name, content.num_tokens))
+                return ask_it(content)
+
+            monkeypatch.setattr(place, name, noting)
+        return seen
+
+    return noted
+
+
+def test_a_prompt_is_looked_up_once(
+    tmp_path: Path, look_ups: Callable[[PoolingEngine], list[tuple[str, int]]]
+) -> None:
+    saved(tmp_path)
+    second = server(tmp_path)
+    seen = look_ups(second)
+    ask(second, RESUME)
+    assert finish(second) == ("applied", WHOLE)
+    whole = len(RESUME) // BLOCK * BLOCK
+    assert sorted(seen) == [("loadable_tokens", whole), ("prefix_tokens", whole)]
+    second.assert_nothing_is_left()
+
+
+def test_between_two_steps_one_long_prompt_is_looked_up(
+    tmp_path: Path, look_ups: Callable[[PoolingEngine], list[tuple[str, int]]]
+) -> None:
+    saved(tmp_path)
+    second = server(tmp_path)
+    seen = look_ups(second)
+    others = [prompt(2 + k, 6 * BLOCK) for k in range(4)]
+    ask(second, RESUME, *others)
+    per_step = [len(seen)]
+    while len(second.remote.own_prompts):
+        seen.clear()
+        second.step()
+        per_step.append(len(seen))
+    assert max(per_step) == 2, "one prompt, in two places"
+    assert sum(per_step) == 10
+    assert finish(second) == ("applied", WHOLE)
+    second.assert_nothing_is_left()
+
+
+def test_prompts_of_a_block_or_so_share_a_slice(tmp_path: Path) -> None:
+    second = server(tmp_path)
+    assert ask(second, SHORT) == "missing"
+    second.step()
+    assert ask(second, prompt(8, BLOCK - 1)) == "missing"
+    second.assert_nothing_is_left()
+
+
+# -- how long it takes -----------------------------------------------------------------------------
+
+
+def test_the_time_in_the_queue_counts_from_the_wish_and_not_from_the_hash(
+    tmp_path: Path, clock: Clock
+) -> None:
+    saved(tmp_path)
+    second = server(tmp_path)
+    ask(second, RESUME)
+    for _ in range(STEPS):
+        clock.advance(0.25)
+        second.step()
+    assert finish(second) == ("applied", WHOLE)
+    assert second.remote.counters.queue_seconds == [pytest.approx(STEPS * 0.25)]
+    second.assert_nothing_is_left()
+
+
+def test_the_time_in_the_queue_counts_what_the_session_has_asked_for_before(
+    tmp_path: Path, clock: Clock
+) -> None:
+    saved(tmp_path)
+    second = server(tmp_path)
+    second.faults.is_silent = True
+    ask(second, RESUME)
+    sent, edits = [plain(RESUME)], [{"type": "prefetch"}]
+    second.call("edit", session_id="here", edits=edits, prompts=sent, operation_id="behind")
+    second.steps(STEPS + 2)
+    clock.advance(9.0)
+    second.faults.is_silent = False
+    assert finish(second) == ("applied", WHOLE)
+    assert finish(second, "behind") == ("applied", WHOLE)
+    assert second.remote.counters.queue_seconds == [pytest.approx(0.0), pytest.approx(9.0)]
+    second.assert_nothing_is_left()
+
+
+def test_patience_begins_with_the_prefetch_and_covers_the_time_of_hashing(
+    tmp_path: Path, clock: Clock
+) -> None:
+    saved(tmp_path)
+    second = server(tmp_path, settings=Settings(prefetch_reserve=0.9))
+    ask(second, RESUME)
+    clock.advance(29.0)
+    second.steps(STEPS)
+    assert (status(second), second.remote.loads.num_waiting) == ("pending", 1)
+    clock.advance(2.0)
+    second.step()
+    assert status(second) == "rejected"
     second.assert_nothing_is_left()

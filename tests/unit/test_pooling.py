@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from vllm_agent_hint.hints import EditStatus
-from vllm_agent_hint.pooling.capability import Content, OperationHandle, Outcome, PoolingCounters
+from vllm_agent_hint.pooling.capability import (
+    Content,
+    Operation,
+    OperationHandle,
+    Outcome,
+    PoolingCounters,
+)
 from vllm_agent_hint.pooling.lanes import Lanes
 from vllm_agent_hint.pooling.manifest import IncompatibleError, SessionManifest
 from vllm_agent_hint.pooling.resumes import Resumes
@@ -84,7 +90,7 @@ def test_operations_of_one_session_wait_for_each_other_and_those_of_two_do_not()
         return handles[name]
 
     for name in handles:
-        lanes.run(key(name[0]), lambda name=name: start(name))  # type: ignore[misc]
+        lanes.run(key(name[0]), Operation.OFFLOAD, lambda name=name: start(name))  # type: ignore[misc]
     assert begun == ["a1", "b1"]
     handles["a1"].finish(DONE)
     assert begun == ["a1", "b1", "a2"]
@@ -95,8 +101,11 @@ def test_operations_of_one_session_wait_for_each_other_and_those_of_two_do_not()
 
 def test_ten_thousand_operations_that_end_at_once_are_no_recursion() -> None:
     lanes, first = Lanes(), OperationHandle()
-    lanes.run(key("a"), lambda: first)
-    last = [lanes.run(key("a"), lambda: OperationHandle.ended(DONE)) for _ in range(10_000)][-1]
+    lanes.run(key("a"), Operation.OFFLOAD, lambda: first)
+    last = [
+        lanes.run(key("a"), Operation.OFFLOAD, lambda: OperationHandle.ended(DONE))
+        for _ in range(10_000)
+    ][-1]
     assert not last.is_done
     first.finish(DONE)
     assert last.is_done
@@ -111,11 +120,29 @@ def test_who_is_called_back_may_ask_for_more() -> None:
         return OperationHandle.ended(DONE)
 
     first = OperationHandle()
-    handle = lanes.run(key("a"), lambda: first)
-    lanes.run(key("a"), lambda: start("second"))
-    handle.when_done(lambda _: lanes.run(key("a"), lambda: start("third")))
+    handle = lanes.run(key("a"), Operation.OFFLOAD, lambda: first)
+    lanes.run(key("a"), Operation.OFFLOAD, lambda: start("second"))
+    handle.when_done(lambda _: lanes.run(key("a"), Operation.OFFLOAD, lambda: start("third")))
     first.finish(DONE)
     assert order == ["second", "third"]
+    assert len(lanes) == 0
+
+
+def test_what_has_not_begun_can_be_refused_by_kind_and_what_has_begun_goes_on() -> None:
+    lanes, begun = Lanes(), OperationHandle()
+    lanes.run(key("a"), Operation.OFFLOAD, lambda: begun)
+    waiting = {
+        kind: lanes.run(key("a"), kind, lambda: OperationHandle.ended(DONE)) for kind in Operation
+    }
+    assert lanes.num_waiting(Operation.PREFETCH) == 1
+    lanes.refuse_waiting(key("a"), Outcome.refused("no"), Operation.PREFETCH)
+    assert [kind for kind, handle in waiting.items() if handle.is_done] == [Operation.PREFETCH]
+    assert lanes.num_waiting(Operation.PREFETCH) == 0
+    lanes.refuse_all_waiting(Outcome.refused("no"))
+    assert all(handle.is_done for handle in waiting.values())
+    assert not begun.is_done
+    assert len(lanes) == 1
+    begun.finish(DONE)
     assert len(lanes) == 0
 
 

@@ -19,7 +19,7 @@ from vllm_agent_hint.hints import EditStatus
 from vllm_agent_hint.kvcache.block import Zone
 from vllm_agent_hint.pooling.capability import Content, Outcome, PoolingCounters
 from vllm_agent_hint.pooling.probe import request_of
-from vllm_agent_hint.pooling.reasons import STORE_LOST_IT, TOO_MANY_WAIT
+from vllm_agent_hint.pooling.reasons import STORE_LOST_IT
 from vllm_agent_hint.pooling.store import Wish
 from vllm_agent_hint.sessions.intent import SessionKey
 from vllm_agent_hint.settings import Settings
@@ -122,20 +122,22 @@ class LoadQueue:
     # -- wishes --------------------------------------------------------------------------------
 
     def ask(self, wish: Wish) -> None:
-        """See ``Loads``. Bounded: what is asked for goes before guesses."""
+        """See ``Loads``."""
         for load in self._loads.values():
             if _is_same(load.content, wish.content):
                 load.wishes.append(wish)
                 return
-        if len(self._waiting) >= self._settings.max_prefetches_queued:
-            guess = next((w for w in reversed(self._waiting) if w.is_guess), None)
-            if guess is None or wish.is_guess:
-                wish.handle.finish(Outcome.refused(TOO_MANY_WAIT))
-                return
-            self._waiting.remove(guess)
-            guess.handle.finish(Outcome.refused("what was asked for has taken its place"))
         self._waiting.append(wish)
         self._is_blocked = False
+
+    def give_up_a_guess(self) -> bool:
+        """See ``Loads``."""
+        guess = next((w for w in reversed(self._waiting) if w.is_guess), None)
+        if guess is None:
+            return False
+        self._waiting.remove(guess)
+        guess.handle.finish(Outcome.refused("what was asked for has taken its place"))
+        return True
 
     def drop(self, session: SessionKey, reason: str) -> None:
         """A session no longer wants what it has asked for; what comes all the same is nobody's."""
@@ -233,7 +235,7 @@ class LoadQueue:
         """Refuse what has waited for too long."""
         for wish in [wish for wish in self._waiting if wish.give_up_at <= now]:
             self._waiting.remove(wish)
-            seconds = now - wish.wanted_at
+            seconds = self._settings.prefetch_patience_seconds
             wish.handle.finish(
                 Outcome.refused(f"for {seconds:.0f} s there was no room that requests did not need")
             )

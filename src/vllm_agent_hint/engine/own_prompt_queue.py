@@ -3,15 +3,14 @@
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
 
 from vllm_agent_hint.engine.own_prompts import PromptHasher, PromptInHashing
 from vllm_agent_hint.hints import EditStatus
-from vllm_agent_hint.pooling.capability import Outcome
-from vllm_agent_hint.pooling.own_contents import OwnContents
-from vllm_agent_hint.pooling.reasons import TOO_MANY_WAIT
+from vllm_agent_hint.pooling.capability import Content, OperationHandle, Outcome
+from vllm_agent_hint.pooling.own_contents import Take
 from vllm_agent_hint.sessions.intent import SessionKey
 
 logger = logging.getLogger("vllm.agent_hint")
@@ -27,13 +26,15 @@ class _Job:
     Args:
         session: Whose.
         plain: Those that are still to be hashed, as the front end has sent them, last first.
-        own: What becomes known of them.
+        take: Gets each that is known.
+        handle: See ``AskOwnContents``.
         current: The one that is being hashed.
     """
 
     session: SessionKey
     plain: list[Mapping[str, Any]]
-    own: OwnContents
+    take: Take
+    handle: OperationHandle = field(default_factory=OperationHandle)
     current: PromptInHashing | None = None
 
 
@@ -45,20 +46,16 @@ class OwnPromptQueue:
 
     Args:
         scheduler: vLLM's.
-        max_waiting: Prefetches that wait; more are refused.
         needs_tokens: Whether contents must hold their tokens.
     """
 
-    def __init__(self, scheduler: Any, max_waiting: int, *, needs_tokens: bool) -> None:
+    def __init__(self, scheduler: Any, *, needs_tokens: bool) -> None:
         self._scheduler = scheduler
-        self._max_waiting = max_waiting
         self._needs_tokens = needs_tokens
         self._jobs: deque[_Job] = deque()
         self._left = SLICE_TOKENS
         self._is_working = False
         """Whether somebody up the stack is at it: whoever is told of a prompt may ask for more."""
-        self.is_paused = False
-        """No step is to be expected, and none has to wait: all is hashed at once."""
 
     def __len__(self) -> int:
         """Prefetches that wait for their prompts."""
@@ -68,15 +65,14 @@ class OwnPromptQueue:
     def _hasher(self) -> PromptHasher:
         return PromptHasher(self._scheduler)
 
-    def ask(self, session: SessionKey, prompts: Sequence[Mapping[str, Any]]) -> OwnContents:
-        """Find out what prompts would leave in a cache; of those that can't be hashed, nothing."""
-        own = OwnContents()
-        if len(self._jobs) >= self._max_waiting:
-            own.handle.finish(Outcome.refused(TOO_MANY_WAIT))
-            return own
-        self._jobs.append(_Job(session, list(reversed(prompts)), own))
+    def ask(
+        self, session: SessionKey, prompts: Sequence[Mapping[str, Any]], take: Take
+    ) -> OperationHandle:
+        """Find out what prompts would leave in a cache. See ``AskOwnContents``."""
+        job = _Job(session, list(reversed(prompts)), take)
+        self._jobs.append(job)
         self._work()
-        return own
+        return job.handle
 
     def step(self) -> None:
         """On the path of every step: hash a slice, less what was hashed since the last step."""
@@ -88,39 +84,53 @@ class OwnPromptQueue:
         """A session no longer wants what it has asked for."""
         for job in [job for job in self._jobs if job.session == session]:
             self._jobs.remove(job)
-            job.own.handle.finish(Outcome.refused(reason))
+            job.handle.finish(Outcome.refused(reason))
 
     def abort_all(self, reason: str) -> None:
         """Nobody may have what was asked for."""
         jobs, self._jobs = self._jobs, deque()
         for job in jobs:
-            job.own.handle.finish(Outcome.refused(reason))
+            job.handle.finish(Outcome.refused(reason))
 
     def _work(self) -> None:
         if self._is_working:
             return
         self._is_working = True
         try:
-            while self._jobs and (self._left > 0 or self.is_paused):
-                job = self._jobs[0]
-                if self._is_over(job):
-                    self._jobs.popleft()
-                    job.own.handle.finish(Outcome(EditStatus.APPLIED))
+            while self._jobs and self._left > 0:
+                self._go_on(self._jobs[0])
         finally:
             self._is_working = False
 
-    def _is_over(self, job: _Job) -> bool:
-        """Hash a part of a job; whether nothing is left of it then."""
+    def _go_on(self, job: _Job) -> None:
+        """Hash a part of a job, and hand over what is known by it."""
         try:
-            if job.current is None and job.plain:
-                job.current = self._hasher.begin(job.plain.pop(), needs_tokens=self._needs_tokens)
-            if job.current is not None:
-                self._left -= job.current.go_on(self._left)
-                if job.current.is_done:
-                    content, job.current = job.current.content(), None
-                    job.own.contents += [content] if content.hashes else []
+            content = self._hash_part(job)
         except Exception:
             logger.exception("vllm-agent-hint: hashing the prompt of a prefetch failed")
-            job.own.contents.clear()
-            return True
-        return job.current is None and not job.plain
+            self._end(job, Outcome(EditStatus.FAILED))
+            return
+        if content is not None and content.hashes:
+            # Whoever takes it looks it up: in one slice one that is longer than a slice, at most.
+            job.take(content)
+        if job.current is None and not job.plain:
+            self._end(job, Outcome(EditStatus.APPLIED))
+
+    def _hash_part(self, job: _Job) -> Content | None:
+        """
+        Returns:
+            The prompt that is known by that, if one is.
+        """
+        if job.current is None:
+            if not job.plain:
+                return None
+            job.current = self._hasher.begin(job.plain.pop(), needs_tokens=self._needs_tokens)
+        self._left -= job.current.go_on(self._left)
+        if not job.current.is_done:
+            return None
+        content, job.current = job.current.content(), None
+        return content
+
+    def _end(self, job: _Job, outcome: Outcome) -> None:
+        self._jobs.popleft()
+        job.handle.finish(outcome)

@@ -58,7 +58,8 @@ class PromptInHashing:
         self, plain: Mapping[str, Any], unit: int, hasher: Any, *, needs_tokens: bool
     ) -> None:
         self._unit = unit
-        self._prompt = plain["token_ids"]
+        self._prompt = array("I")
+        self._prompt.frombytes(plain["token_ids"])
         self._end = len(self._prompt) // unit * unit
         """What lies behind it fills no block."""
         self._done = 0
@@ -72,7 +73,10 @@ class PromptInHashing:
             )
             for identifier, offset, length in plain["items"]
         ]
-        self._item_ends = [offset + length for _, offset, length in plain["items"]]
+        items_end = max((offset + length for _, offset, length in plain["items"]), default=0)
+        self._uncut = -(-items_end // unit) * unit
+        """Tokens that are hashed in one go. How vLLM finds the item with which it goes on within a
+        prompt differs from version to version; behind the last there is none to find."""
         self._request = Request(
             request_id="agent-hint-own-prompt",
             prompt_token_ids=[],
@@ -99,12 +103,11 @@ class PromptInHashing:
         Returns:
             How many they were; 0 where nothing is left.
         """
-        begin, end = self._done, self._done + max(1, num_tokens // self._unit) * self._unit
-        while end < self._end and not self._may_be_cut_at(end):
-            end += self._unit
-        self._done = min(end, self._end)
+        begin = self._done
+        end = begin + max(1, num_tokens // self._unit) * self._unit
+        self._done = min(max(end, self._uncut), self._end)
         part = self._prompt[begin : self._done]
-        self._request.append_output_token_ids(part)
+        self._request.append_output_token_ids(part.tolist())
         if self._tokens is not None:
             self._tokens.extend(part)
         return self._done - begin
@@ -119,12 +122,3 @@ class PromptInHashing:
             request.lora_request,
             self._tokens,
         )
-
-    def _may_be_cut_at(self, token: int) -> bool:
-        """Whether vLLM finds the item with which it goes on here.
-
-        It looks for it by bisection, and so takes for granted that of two items the one that
-        begins first ends first. Of a video and the sound in it that is not so.
-        """
-        has_ended = [end <= token for end in self._item_ends]
-        return has_ended == sorted(has_ended, reverse=True)

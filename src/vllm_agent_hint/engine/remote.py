@@ -3,13 +3,12 @@
 import logging
 import math
 import time
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cached_property, partial, wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec
 
+from vllm_agent_hint.engine.gpu_cache import GpuCache
 from vllm_agent_hint.engine.loads import LoadQueue
 from vllm_agent_hint.engine.own_prompt_queue import OwnPromptQueue
 from vllm_agent_hint.engine.waking import Waker
@@ -17,7 +16,6 @@ from vllm_agent_hint.hints import EditResult, EditStatus, EditType
 from vllm_agent_hint.hookspecs import kv_management, kv_store
 from vllm_agent_hint.pooling.adapters import why_no_store
 from vllm_agent_hint.pooling.capability import (
-    Content,
     Operation,
     OperationHandle,
     Outcome,
@@ -28,9 +26,7 @@ from vllm_agent_hint.pooling.capability import (
 )
 from vllm_agent_hint.pooling.manager import SessionAwarePoolingManager
 from vllm_agent_hint.pooling.resumes import Resumes
-from vllm_agent_hint.pooling.store import Wish
-from vllm_agent_hint.sessions.intent import Edit, Protection, SessionIntent, SessionKey
-from vllm_agent_hint.sessions.lineage import RecordedPrefix
+from vllm_agent_hint.sessions.intent import Edit, SessionKey
 from vllm_agent_hint.sessions.manager import SessionAwareManager
 from vllm_agent_hint.sessions.session import LiveRequest
 from vllm_agent_hint.settings import Settings
@@ -62,7 +58,7 @@ class NoAdapterError(Exception):
 
 
 class RemoteSessions:
-    """One scheduler's sessions in its KV connector. A ``RemoteKV`` and a ``LocalCache``.
+    """One scheduler's sessions in its KV connector. A ``RemoteKV``.
 
     Args:
         scheduler: With the mixin laid over it.
@@ -78,7 +74,7 @@ class RemoteSessions:
     ) -> None:
         self._scheduler = scheduler
         self._sam = sam
-        self._manager = scheduler.kv_cache_manager
+        self._cache = GpuCache(scheduler.kv_cache_manager, sam)
         self.reason = ""
         """Why the connector is not used any more; empty while it is."""
         self.counters = PoolingCounters()
@@ -91,20 +87,18 @@ class RemoteSessions:
         self.spm: SessionAwarePoolingManager | None = None
         direct = kv_management(scheduler.connector, settings)
         if direct is not None:
-            self.loads = LoadQueue(scheduler, settings, self._adopt, self.counters)
-            self.own_prompts = OwnPromptQueue(scheduler, 0, needs_tokens=False)
+            self.loads = LoadQueue(scheduler, settings, self._cache.adopt, self.counters)
+            self.own_prompts = OwnPromptQueue(scheduler, needs_tokens=False)
             self.capability = direct
             return
         store = kv_store(scheduler, scheduler.connector)
         if store is None:
             raise NoAdapterError(why_no_store(scheduler.connector))
-        self.loads = LoadQueue(scheduler, settings, self._adopt, self.counters)
+        self.loads = LoadQueue(scheduler, settings, self._cache.adopt, self.counters)
         self.loads.on_load = self._resumes.note_load
-        self.own_prompts = OwnPromptQueue(
-            scheduler, settings.max_prefetches_queued, needs_tokens=store.needs_tokens
-        )
+        self.own_prompts = OwnPromptQueue(scheduler, needs_tokens=store.needs_tokens)
         self.capability = self.spm = SessionAwarePoolingManager(
-            store, self, self.loads, settings, self.counters, time.monotonic()
+            store, self._cache, self.loads, settings, self.counters, time.monotonic(), self.drop
         )
 
     # -- what the session core asks ------------------------------------------------------------
@@ -135,6 +129,7 @@ class RemoteSessions:
         self, key: SessionKey, edit: Edit, done: Callable[[EditResult], None]
     ) -> Callable[[EditResult], None]:
         """See ``RemoteKV``."""
+        self._set_time()
         self._drop_prefetches(key, "an evict of the session has overtaken it")
         span = Span(edit.start_token, edit.end_token)
         handle = self._start(lambda: self.capability.evict(key, span))
@@ -142,7 +137,11 @@ class RemoteSessions:
 
     def session_ended(self, key: SessionKey) -> None:
         """See ``RemoteKV``."""
-        self._drop_prefetches(key, "the session has ended")
+        self._set_time()
+        reason = "the session has ended"
+        if self.spm is not None:
+            self.spm.refuse_waiting(key, reason)
+        self._drop_prefetches(key, reason)
         self._resumes.forget(key)
 
         def release() -> OperationHandle:
@@ -152,10 +151,14 @@ class RemoteSessions:
         self._start(release)
 
     def _drop_prefetches(self, key: SessionKey, reason: str) -> None:
+        if self.spm is not None:
+            self.spm.refuse_waiting_prefetches(key, reason)
         self.own_prompts.drop(key, reason)
         self.loads.drop(key, reason)
 
     def _abort_all_prefetches(self, reason: str) -> None:
+        if self.spm is not None:
+            self.spm.refuse_waiting_prefetches(None, reason)
         self.own_prompts.abort_all(reason)
         self.loads.abort_all(reason)
 
@@ -185,7 +188,8 @@ class RemoteSessions:
         if not isinstance(key, SessionKey) or live.session.is_freed:
             return
         self._resumes.forget(key)
-        content = self._content_of(request)
+        needs_tokens = self.spm is not None and self.spm.store.needs_tokens
+        content = self._cache.content_of(request, with_tokens=needs_tokens)
         ttl = max((p.ttl for p in live.session.protections), default=0.0)
         self._set_time()
         if self.spm is not None:
@@ -210,19 +214,6 @@ class RemoteSessions:
             session = self._sam.sessions.get(key)
             if session is not None and not session.live:
                 self.spm.prefetch(key, Span(), is_guess=True)
-
-    def _content_of(self, request: Any) -> Content:
-        unit = self._manager.block_pool.hash_block_size
-        computed = min(request.num_computed_tokens, request.num_tokens - 1)
-        count = min(len(request.block_hashes), computed // unit)
-        needs_tokens = self.spm is not None and self.spm.store.needs_tokens
-        tokens = array("I", request.all_token_ids[: count * unit]) if needs_tokens else None
-        content = Content(
-            request.block_hashes[:count], unit, request.cache_salt, request.lora_request, tokens
-        )
-        if len(self._manager.group_layouts()) == 1:
-            return content
-        return replace(content, servable_tokens=self.prefix_tokens(content))
 
     @_outlives_pooling
     def request_ends(self, request: Any) -> None:
@@ -254,6 +245,8 @@ class RemoteSessions:
     def look(self) -> None:
         """Whenever the engine looks whether there is work, also while it idles or is paused."""
         now = time.monotonic()
+        if self.spm is not None:
+            self.spm.now = now
         if self.spm is not None and now >= self.spm.next_keep_alive_at:
             self.spm.keep_alive(now)
         if now >= self._resumes.next_at:
@@ -277,6 +270,11 @@ class RemoteSessions:
             found = Residency()
         return {"tokens": found.tokens, "local": found.local, "remote": found.remote}
 
+    @property
+    def num_prefetches_waiting(self) -> int:
+        """See ``SessionAwarePoolingManager``."""
+        return 0 if self.spm is None else self.spm.num_prefetches_waiting
+
     def statistics(self) -> dict[str, Any]:
         """Gauges as they are, events since the last time; plain data for msgpack."""
         taken = self.counters.take()
@@ -284,7 +282,7 @@ class RemoteSessions:
         return {
             "remote_tracked_keys": 0 if tracker is None else tracker.num_tracked,
             "remote_shared_keys": 0 if tracker is None else tracker.num_shared,
-            "prefetches_waiting": self.loads.num_waiting + len(self.own_prompts),
+            "prefetches_waiting": self.num_prefetches_waiting,
             "prefetches_loading": self.loads.num_loading,
             "remote_orphaned_keys": taken.orphaned_keys,
             "keep_alives": taken.keep_alives,
@@ -293,28 +291,17 @@ class RemoteSessions:
             "transfer_failures": taken.failures,
             "transfer_back_pressure": taken.back_pressure,
             "transfer_bytes": {
-                "offload": taken.saved_tokens * self._bytes_per_token,
-                "prefetch": taken.loaded_tokens * self._bytes_per_token,
+                "offload": taken.saved_tokens * self._cache.bytes_per_token,
+                "prefetch": taken.loaded_tokens * self._cache.bytes_per_token,
             },
             "queue_seconds": taken.queue_seconds,
             "transfer_seconds": [list(one) for one in taken.transfer_seconds],
         }
 
-    @cached_property
-    def _bytes_per_token(self) -> int:
-        """Of the groups that keep something for every token."""
-        groups = self._manager.kv_cache_config.kv_cache_groups
-        layouts = self._manager.group_layouts()
-        return sum(
-            group.kv_cache_spec.page_size_bytes * len(group.layer_names) // layout.block_size
-            for group, layout in zip(groups, layouts, strict=True)
-            if not layout.is_checkpoint
-        )
-
     @_outlives_pooling
     def pause_changed(self, *, is_paused: bool) -> None:
         """Before vLLM pauses: no load may hold a block then."""
-        self.loads.is_paused = self.own_prompts.is_paused = is_paused
+        self.loads.is_paused = is_paused
         if is_paused:
             self._set_time()
             self._abort_all_prefetches("vLLM was paused")
@@ -352,90 +339,6 @@ class RemoteSessions:
         if self.spm is not None:
             self.spm.now = time.monotonic()
 
-    # -- the GPU cache -------------------------------------------------------------------------
-
-    def blocks_of(self, content: Content, span: Span) -> list[list[int]]:
-        """See ``LocalCache``."""
-        pool = self._manager.block_pool
-        groups: list[list[int]] = []
-        for group, layout in enumerate(self._manager.group_layouts()):
-            step = layout.block_size // content.tokens_per_hash
-            ids: list[int] = []
-            for k, h in enumerate(content.hashes[step - 1 :: step]):
-                inside = k * layout.block_size >= span.start_token
-                found = pool.get_cached_block(h, [group]) if inside else None
-                ids.append(found[0].block_id if found else 0)
-            groups.append(ids)
-        return groups
-
-    def prefix_tokens(self, content: Content) -> int:
-        """See ``LocalCache``."""
-        if not content.hashes:
-            return 0
-        coordinator = self._manager.coordinator
-        found = coordinator.find_longest_cache_hit(content.hashes, content.num_tokens)
-        return int(found[1])
-
-    def release(self, session: SessionKey, span: Span, done: Callable[[], object]) -> str:
-        """See ``LocalCache``."""
-        edit = Edit(EditType.OFFLOAD, span.start_token, span.end_token)
-        return self._sam.release_offloaded(session, edit, time.monotonic(), done)
-
-    def _adopt(self, wish: Wish, local_tokens: int) -> None:
-        """Record what is cached of a wish, as an unfinished request of its session would be.
-
-        Args:
-            wish: What has been brought.
-            local_tokens: The prefix that was there before: it may be others' as well.
-        """
-        sam, key, now = self._sam, wish.session, time.monotonic()
-        session = sam.sessions.get(key)
-        if session is not None and session.live:
-            return
-        protections: tuple[Protection, ...] = ()
-        if wish.ttl and (session is None or not session.protections):
-            protections = (Protection(wish.ttl),)
-        live = sam.request_added(SessionIntent(key, protections=protections), now)
-        if live is None:
-            return
-        sam.request_scheduled(live, self._prompt_of(wish.content))
-        prefixes = self._cached_prefixes(wish.content, local_tokens)
-        sam.request_finished(live, prefixes, now, succeeded=False)
-
-    def _prompt_of(self, content: Content) -> list[list[bytes]]:
-        """A content's hashes per KV cache group, as ``prompt_hashes`` has those of a request."""
-        steps = [
-            layout.block_size // content.tokens_per_hash for layout in self._manager.group_layouts()
-        ]
-        return [list(content.hashes[step - 1 :: step]) for step in steps]
-
-    def _cached_prefixes(self, content: Content, local_tokens: int) -> list[RecordedPrefix]:
-        """What is cached of a content: of attention the blocks from the first on, without a gap;
-        of states and windows those that there are."""
-        pool = self._manager.block_pool
-        prefixes: list[RecordedPrefix] = []
-        for group, (layout, hashes) in enumerate(
-            zip(self._manager.group_layouts(), self._prompt_of(content), strict=True)
-        ):
-            logical: list[int] = []
-            blocks: list[Any] = []
-            for k, h in enumerate(hashes):
-                found = pool.get_cached_block(h, [group])
-                if found:
-                    logical.append(k)
-                    blocks.append(found[0])
-                elif not layout.is_checkpoint:
-                    break
-            prefixes.append(
-                RecordedPrefix(
-                    [block.block_id for block in blocks],
-                    [block._block_hash for block in blocks],
-                    logical if layout.is_checkpoint else None,
-                    local_tokens // layout.block_size,
-                )
-            )
-        return prefixes
-
 
 def why_no_remote(scheduler: Any, settings: Settings) -> str:
     """Why sessions of a scheduler can't be kept elsewhere; empty if they can."""
@@ -466,7 +369,7 @@ def _both(local: EditResult, remote: Outcome) -> EditResult:
         if local.status is EditStatus.MISSING:
             reasons.pop(0)
             changes = {"status": EditStatus.APPLIED, "tokens": remote.tokens}
-    elif remote.status is EditStatus.UNSUPPORTED:
+    elif remote.status in (EditStatus.UNSUPPORTED, EditStatus.REJECTED):
         reasons.append(f"in the store its retention has ended: {remote.reason}")
     elif remote.status is EditStatus.FAILED:
         reasons.append(remote.reason)

@@ -19,6 +19,7 @@ from vllm_agent_hint.sessions import view
 from vllm_agent_hint.sessions.facts import TurnFacts
 from vllm_agent_hint.sessions.intent import Edit, SessionKey
 from vllm_agent_hint.sessions.lineage import LOST, GroupLayout
+from vllm_agent_hint.sessions.reasons import NOTHING_RECORDED
 from vllm_agent_hint.sessions.session import Session
 from vllm_agent_hint.settings import load_settings
 from vllm_agent_hint.stamp import DEFAULT_TENANT
@@ -214,11 +215,7 @@ def _free_session(hooks: EngineHooks, call: Call) -> EditResult:
         if hooks.remote is not None:
             # A prefetch may be about to bring the first that there is of it.
             hooks.remote.session_ended(call.key)
-        return EditResult(
-            type=EditType.EVICT,
-            status=EditStatus.MISSING,
-            reason="nothing is recorded for this session",
-        )
+        return EditResult(type=EditType.EVICT, status=EditStatus.MISSING, reason=NOTHING_RECORDED)
     blocks, tokens = _holding(session, hooks.manager.group_layouts())
     hooks.sam.free_session(call.key)
     if call.at_once or hooks.is_paused:

@@ -6,6 +6,7 @@ back, if the client sends that along. Rendering is vLLM's own, with its own erro
 tokenizer, LoRA adapter, multimodal items and limits are those of the request that will follow.
 """
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -135,7 +136,8 @@ def _as_plain(request: Any) -> dict[str, Any] | None:
         return None
     lora = request.lora_request
     return {
-        "token_ids": list(request.prompt_token_ids),
+        # Many may have to wait: four bytes for each token.
+        "token_ids": array("I", request.prompt_token_ids).tobytes(),
         "cache_salt": request.cache_salt,
         "lora": None if lora is None else msgspec.to_builtins(lora),
         "items": [

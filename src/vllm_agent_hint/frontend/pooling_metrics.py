@@ -8,7 +8,7 @@ from prometheus_client import Counter, Gauge, Histogram
 _GAUGES: Final = {
     "remote_tracked_keys": "Block hashes that sessions have registered in a KV connector.",
     "remote_shared_keys": "Registrations of them beyond the first of each.",
-    "prefetches_waiting": "Prefetches that wait for room.",
+    "prefetches_waiting": "Prefetches that wait for their session, their prompts, or room.",
     "prefetches_loading": "Prefetches that hold blocks.",
 }
 _COUNTERS: Final = {

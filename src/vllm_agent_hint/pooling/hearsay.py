@@ -1,6 +1,7 @@
 """Sessions that have not run here: what their own prompts, or other servers, say of them."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from vllm_agent_hint.pooling.announcements import Announcements
 from vllm_agent_hint.pooling.books import Books
@@ -13,6 +14,19 @@ from vllm_agent_hint.pooling.tracker import Origin
 from vllm_agent_hint.sessions.intent import SessionKey
 
 _STORE_HAS_NONE_OF_IT = "the store has nothing of this prompt"
+
+
+class Found(NamedTuple):
+    """What a look-up has found of a context.
+
+    Args:
+        content: As much of it as is anywhere; all that could be served where the store can't tell
+            without waiting.
+        loadable: Tokens that the store could load; None where it can't tell.
+    """
+
+    content: Content
+    loadable: int | None
 
 
 class Hearsay:
@@ -41,7 +55,15 @@ class Hearsay:
             return True
         return manifest is not None and manifest.holds(session)
 
-    def learn(self, session: SessionKey, own: Sequence[Content]) -> str:
+    def look_up(self, content: Content) -> Found:
+        """As much of a context as is anywhere. O(hashes): some microseconds for each."""
+        loadable = self._books.store.loadable_tokens(content)
+        reach = content.num_servable
+        if loadable is not None:
+            reach = max(loadable, self._books.local.prefix_tokens(content))
+        return Found(content.up_to(reach), loadable)
+
+    def learn(self, session: SessionKey, own: Sequence[Found]) -> str:
         """Take over what is said of a session that has not run here.
 
         Its own prompts say best what it will ask for; how long it is kept stands in a manifest
@@ -49,7 +71,7 @@ class Hearsay:
 
         Args:
             session: Which.
-            own: The contexts that its prompts would leave.
+            own: What was found of the contexts that its prompts would leave.
 
         Returns:
             Why there is nothing to take over; empty if there was.
@@ -57,7 +79,7 @@ class Hearsay:
         page, reason = self._page_of(session)
         ttl = 0.0 if page is None else page.ttl
         if own:
-            contents = [part for each in own if (part := self._part_there(each)).hashes]
+            contents = [each.content for each in own if each.content.hashes]
             origin, reason = Origin.PROMPT, _STORE_HAS_NONE_OF_IT
         else:
             contents = [] if page is None else list(page.contents)
@@ -67,17 +89,22 @@ class Hearsay:
         self._take_over(session, contents, ttl, origin)
         return ""
 
-    def forget_useless(self, session: SessionKey, version: int) -> None:
-        """What was said of a session has brought nothing.
+    def forget_useless(self, session: SessionKey, version: int, *, has_come: bool) -> None:
+        """A prefetch of a session that has not run here is over.
 
-        Nobody else would forget it: a session of which nothing has ever been here never ends here.
+        If nothing has come, or it could not be adopted, nobody else would forget what was said of
+        it: a session of which nothing has ever been here never ends here.
 
         Args:
             session: Which.
-            version: Of its registration then; what has been said since stays, and what is kept.
+            version: Of its registration then; what has been said since stays, and what is kept,
+                which ``KeepAlive`` forgets once its time is over.
+            has_come: Whether something of it is here now.
         """
         found = self._books.tracker.get(session)
         if found is None or found.version != version or found.origin is Origin.RUN:
+            return
+        if has_come and self._books.local.has_session(session):
             return
         if found.keep_until <= self._books.now:
             self._announcements.let_go(self._books.tracker.forget(session))
@@ -92,16 +119,6 @@ class Hearsay:
         except IncompatibleError as error:
             return None, f"incompatible: {error}"
         return page, NOTHING_RECORDED
-
-    def _part_there(self, content: Content) -> Content:
-        """As much of a prompt as is anywhere: nobody has ever saved the rest.
-
-        All of it where the store can't tell without waiting.
-        """
-        loadable = self._books.store.loadable_tokens(content)
-        if loadable is None:
-            return content
-        return content.up_to(max(loadable, self._books.local.prefix_tokens(content)))
 
     def _take_over(
         self, session: SessionKey, contents: Sequence[Content], ttl: float, origin: Origin

@@ -1,5 +1,6 @@
 """SessionAwarePoolingManager: the capability, for connectors that don't have it themselves."""
 
+from collections.abc import Callable
 from functools import partial
 
 from vllm_agent_hint.hints import EditStatus
@@ -19,8 +20,9 @@ from vllm_agent_hint.pooling.evictions import Evictions
 from vllm_agent_hint.pooling.hearsay import Hearsay
 from vllm_agent_hint.pooling.keep_alive import KeepAlive
 from vllm_agent_hint.pooling.lanes import Lanes, Start
-from vllm_agent_hint.pooling.own_contents import AskOwnContents, OwnContents
-from vllm_agent_hint.pooling.prefetches import Prefetches
+from vllm_agent_hint.pooling.own_contents import AskOwnContents, nothing_is_said
+from vllm_agent_hint.pooling.prefetches import Asked, Prefetches
+from vllm_agent_hint.pooling.reasons import TOO_MANY_WAIT
 from vllm_agent_hint.pooling.saves import Saves
 from vllm_agent_hint.pooling.store import Loads, LocalCache, Store
 from vllm_agent_hint.sessions.intent import SessionKey
@@ -41,6 +43,8 @@ class SessionAwarePoolingManager:
         settings: Bounds.
         counters: Of what has happened.
         now: Monotonic seconds.
+        on_fault: Called while an error of ours is handled, with what has failed; calls
+            ``abandon``.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class SessionAwarePoolingManager:
         settings: Settings,
         counters: PoolingCounters,
         now: float,
+        on_fault: Callable[[str], object],
     ) -> None:
         self.store = store
         self.counters = counters
@@ -62,7 +67,9 @@ class SessionAwarePoolingManager:
         self._saves = Saves(books, self._announcements, self._keep_alive)
         self._prefetches = Prefetches(books, self._hearsay, loads)
         self._evictions = Evictions(books, self._announcements)
+        self._loads = loads
         self._lanes = Lanes()
+        self._on_fault = on_fault
         self._gone = ""
         """Why the store is not used any more."""
 
@@ -104,14 +111,14 @@ class SessionAwarePoolingManager:
         """See ``SupportsSessionAwareKVManagement``. Local retention ends once all is saved."""
         if reason := self.why_not(Operation.OFFLOAD):
             return OperationHandle.ended(Outcome(EditStatus.UNSUPPORTED, reason=reason))
-        return self._run(session, partial(self._saves.start, session, span))
+        return self._run(session, Operation.OFFLOAD, partial(self._saves.start, session, span))
 
     def prefetch(
         self,
         session: SessionKey,
         span: Span,
         *,
-        ask_own: AskOwnContents = OwnContents.unknown,
+        ask_own: AskOwnContents = nothing_is_said,
         is_guess: bool = False,
     ) -> OperationHandle:
         """See ``SupportsSessionAwareKVManagement``.
@@ -127,12 +134,43 @@ class SessionAwarePoolingManager:
         """
         if reason := self.why_not(Operation.PREFETCH):
             return OperationHandle.ended(Outcome(EditStatus.UNSUPPORTED, reason=reason))
-        start = partial(self._prefetches.start, session, span, ask_own, is_guess=is_guess)
-        return self._run(session, start)
+        if not self._has_room_for_prefetch(is_guess=is_guess):
+            return OperationHandle.ended(Outcome.refused(TOO_MANY_WAIT))
+        asked = Asked(session, span, self._books.now, is_guess)
+        start = partial(self._prefetches.start, asked, ask_own)
+        return self._run(session, Operation.PREFETCH, start)
+
+    @property
+    def num_prefetches_waiting(self) -> int:
+        """For earlier operations of their session, for their prompts to be hashed, or for room;
+        once for each context where those are known."""
+        behind_others = self._lanes.num_waiting(Operation.PREFETCH)
+        return behind_others + self._prefetches.num_asking + self._loads.num_waiting
+
+    def _has_room_for_prefetch(self, *, is_guess: bool) -> bool:
+        """What somebody asks for goes before a guess."""
+        if self.num_prefetches_waiting < self._books.settings.max_prefetches_queued:
+            return True
+        return not is_guess and self._loads.give_up_a_guess()
 
     def evict(self, session: SessionKey, span: Span) -> OperationHandle:
         """See ``SupportsSessionAwareKVManagement``. What lies behind the span goes too."""
-        return self._run(session, partial(self._evictions.start, session, span))
+        return self._run(session, Operation.EVICT, partial(self._evictions.start, session, span))
+
+    def refuse_waiting_prefetches(self, session: SessionKey | None, reason: str) -> None:
+        """Prefetches that have not begun, of one session or of all, never begin.
+
+        Whoever drops one that has begun does this before: its end is the begin of the next.
+        """
+        refused = Outcome.refused(reason)
+        if session is None:
+            self._lanes.refuse_all_waiting(refused, Operation.PREFETCH)
+        else:
+            self._lanes.refuse_waiting(session, refused, Operation.PREFETCH)
+
+    def refuse_waiting(self, session: SessionKey, reason: str) -> None:
+        """The same of all that a session has asked for."""
+        self._lanes.refuse_waiting(session, Outcome.refused(reason))
 
     def release(self, session: SessionKey) -> None:
         """See ``SupportsSessionAwareKVManagement``."""
@@ -150,15 +188,19 @@ class SessionAwarePoolingManager:
             remote=self._books.store.loadable_tokens(content),
         )
 
-    def _run(self, session: SessionKey, start: Start) -> OperationHandle:
+    def _run(self, session: SessionKey, kind: Operation, start: Start) -> OperationHandle:
         """One of a session's operations after the other."""
 
         def start_if_not_gone() -> OperationHandle:
-            if self._gone:
-                return OperationHandle.ended(Outcome(EditStatus.FAILED, reason=self._gone))
-            return start()
+            if not self._gone:
+                try:
+                    return start()
+                except Exception:
+                    # In the stack of whoever has ended the one before, who is no part of it.
+                    self._on_fault("beginning what was asked for")
+            return OperationHandle.ended(Outcome(EditStatus.FAILED, reason=self._gone))
 
-        return self._lanes.run(session, start_if_not_gone)
+        return self._lanes.run(session, kind, start_if_not_gone)
 
     # -- what is known of sessions -------------------------------------------------------------
 
@@ -210,5 +252,6 @@ class SessionAwarePoolingManager:
     def abandon(self, reason: str) -> None:
         """The store is not used any more: all that is under way has failed."""
         self._gone = reason
+        self._lanes.refuse_all_waiting(Outcome(EditStatus.FAILED, reason=reason))
         self._keep_alive.stop()
         self._saves.abandon(reason)

@@ -1,30 +1,19 @@
 """The contexts with which a session will be back, said by itself; finding them out takes time."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Self
 
 from vllm_agent_hint.hints import EditStatus
 from vllm_agent_hint.pooling.capability import Content, OperationHandle, Outcome
 
+Take = Callable[[Content], object]
+"""Gets each of them as soon as it is known. It may look it up in a store: between two steps no
+more than one that is long is handed over."""
 
-@dataclass(eq=False, slots=True)
-class OwnContents:
-    """What the prompts of a session would leave in a cache.
-
-    Args:
-        contents: All of them once ``handle`` is ``applied``; none where they can't be told.
-        handle: Ends with why they are not wanted any more, or as ``applied``.
-    """
-
-    contents: list[Content] = field(default_factory=list)
-    handle: OperationHandle = field(default_factory=OperationHandle)
-
-    @classmethod
-    def unknown(cls) -> Self:
-        """For a session that has said nothing."""
-        return cls(handle=OperationHandle.ended(Outcome(EditStatus.APPLIED)))
+AskOwnContents = Callable[[Take], OperationHandle]
+"""Begins to find them out. Ends as ``applied`` once all are known, as ``failed`` where they can't
+be told, and else with why they are not wanted any more."""
 
 
-AskOwnContents = Callable[[], OwnContents]
-"""Begins to find them out."""
+def nothing_is_said(_: Take) -> OperationHandle:
+    """For a session that has said nothing."""
+    return OperationHandle.ended(Outcome(EditStatus.APPLIED))

@@ -1,12 +1,13 @@
 """Prefetch: a session's contexts are brought to where its next request finds them."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from vllm_agent_hint.hints import EditStatus
 from vllm_agent_hint.pooling.books import Books
-from vllm_agent_hint.pooling.capability import Content, OperationHandle, Outcome, Span
-from vllm_agent_hint.pooling.hearsay import Hearsay
+from vllm_agent_hint.pooling.capability import OperationHandle, Outcome, Span
+from vllm_agent_hint.pooling.hearsay import Found, Hearsay
 from vllm_agent_hint.pooling.own_contents import AskOwnContents
 from vllm_agent_hint.pooling.reasons import NOTHING_IN_RANGE, STORE_LOST_IT
 from vllm_agent_hint.pooling.store import Loads, Wish
@@ -23,6 +24,23 @@ _WORST_FIRST: Final = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prefetch that somebody wants.
+
+    Args:
+        session: Whose contexts.
+        span: What of them.
+        at: Monotonic seconds.
+        is_guess: Nobody has asked for it yet.
+    """
+
+    session: SessionKey
+    span: Span
+    at: float
+    is_guess: bool
+
+
 class Prefetches:
     """Makes wishes of prefetches.
 
@@ -36,45 +54,50 @@ class Prefetches:
         self._books = books
         self._hearsay = hearsay
         self._loads = loads
+        self.num_asking = 0
+        """Prefetches that wait for the prompts of their sessions."""
 
-    def start(
-        self, session: SessionKey, span: Span, ask_own: AskOwnContents, *, is_guess: bool
-    ) -> OperationHandle:
-        """See ``SessionAwarePoolingManager.prefetch``."""
-        if self._hearsay.has_run(session):
-            return self._load(session, span, (), is_guess=is_guess)
-        own, whole = ask_own(), OperationHandle()
+    def start(self, asked: Asked, ask_own: AskOwnContents) -> OperationHandle:
+        """See ``SessionAwarePoolingManager.prefetch``. Its patience begins here."""
+        give_up_at = self._books.now + self._books.settings.prefetch_patience_seconds
+        if self._hearsay.has_run(asked.session):
+            return self._load(asked, (), give_up_at)
+        own: list[Found] = []
+        own_known, whole = (
+            ask_own(lambda c: own.append(self._hearsay.look_up(c))),
+            OperationHandle(),
+        )
+        self.num_asking += 1
 
         def are_known(outcome: Outcome) -> None:
-            if outcome.status is not EditStatus.APPLIED:
+            self.num_asking -= 1
+            if outcome.status is EditStatus.FAILED:
+                own.clear()
+            elif outcome.status is not EditStatus.APPLIED:
                 whole.finish(outcome)
                 return
-            load = self._load(session, span, own.contents, is_guess=is_guess)
-            load.when_done(whole.finish)
+            self._load(asked, own, give_up_at).when_done(whole.finish)
 
-        own.handle.when_done(are_known)
+        own_known.when_done(are_known)
         return whole
 
-    def _load(
-        self, session: SessionKey, span: Span, own: Sequence[Content], *, is_guess: bool
-    ) -> OperationHandle:
-        reason = ""
+    def _load(self, asked: Asked, own: Sequence[Found], give_up_at: float) -> OperationHandle:
+        session, reason = asked.session, ""
         # A request of it may have run while its prompts were being looked at.
         if not self._hearsay.has_run(session):
             reason = self._hearsay.learn(session, own)
         found = self._books.tracker.get(session)
         if found is None or (own and reason):
             return OperationHandle.ended(Outcome(EditStatus.MISSING, reason=reason))
-        wishes = self._wishes(session, found, span, is_guess=is_guess)
-        if not wishes:
-            return OperationHandle.ended(Outcome(EditStatus.MISSING, reason=NOTHING_IN_RANGE))
+        wishes = self._wishes(asked, found, own, give_up_at)
         whole, version = OperationHandle(), found.version
-
-        def is_over(outcome: Outcome) -> None:
-            if not outcome.tokens:
-                self._hearsay.forget_useless(session, version)
-
-        whole.when_done(is_over)
+        whole.when_done(
+            lambda outcome: self._hearsay.forget_useless(
+                session, version, has_come=outcome.tokens > 0
+            )
+        )
+        if not wishes:
+            whole.finish(Outcome(EditStatus.MISSING, reason=NOTHING_IN_RANGE))
         for wish in wishes:
             wish.handle.when_done(lambda _: _finish_with_all(whole, wishes))
         for wish in wishes:
@@ -83,30 +106,27 @@ class Prefetches:
         return whole
 
     def _wishes(
-        self, session: SessionKey, found: Registration, span: Span, *, is_guess: bool
+        self, asked: Asked, found: Registration, own: Sequence[Found], give_up_at: float
     ) -> list[Wish]:
         """The latest context first: it is the likeliest to be asked for."""
+        looked_up = {each.content: each for each in own}
         now = self._books.now
         wishes: list[Wish] = []
         for content in reversed(found.contents):
-            whole = content.up_to(span.end_token)
-            if whole.num_tokens <= span.start_token:
+            whole = content.up_to(asked.span.end_token)
+            if whole.num_tokens <= asked.span.start_token:
                 continue
-            loadable = self._books.store.loadable_tokens(whole)
-            reach = whole.num_servable
-            if loadable is not None:
-                reach = max(loadable, self._books.local.prefix_tokens(whole))
-            part = whole.up_to(reach)
+            part, loadable = looked_up.get(whole) or self._hearsay.look_up(whole)
             is_guessed = found.origin is Origin.PROMPT and loadable is None
             wish = Wish(
-                session=session,
+                session=asked.session,
                 content=part,
                 wanted_tokens=0 if is_guessed else whole.num_servable,
                 ttl=max(0.0, found.keep_until - now),
                 handle=OperationHandle(),
-                wanted_at=now,
-                give_up_at=now + self._books.settings.prefetch_patience_seconds,
-                is_guess=is_guess,
+                wanted_at=asked.at,
+                give_up_at=give_up_at,
+                is_guess=asked.is_guess,
             )
             if not part.hashes:
                 wish.handle.finish(Outcome(EditStatus.MISSING, reason=STORE_LOST_IT))

@@ -11,6 +11,7 @@ from vllm_agent_hint.pooling.capability import Content, Operation, OperationHand
 from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.pooling.keep_alive import KeepAlive
 from vllm_agent_hint.pooling.reasons import NOTHING_IN_RANGE, NOTHING_RECORDED
+from vllm_agent_hint.pooling.tracker import Registration
 from vllm_agent_hint.sessions.intent import SessionKey
 
 SAVE_ID_PREFIX: Final = "agent-hint-save-"
@@ -24,7 +25,8 @@ class _Save:
         session: Whose.
         span: What of it.
         parts: ``(save id, content, tokens that the GPU cache would have served)``.
-        version: Of the session's registration when it began.
+        registration: Of the session when it began; the next session of that name has another.
+        version: Of the registration then.
         handle: Finished when all are over.
         began_at: Monotonic seconds.
     """
@@ -32,6 +34,7 @@ class _Save:
     session: SessionKey
     span: Span
     parts: list[tuple[str, Content, int]]
+    registration: Registration
     version: int
     handle: OperationHandle
     began_at: float
@@ -62,7 +65,7 @@ class Saves:
         found = self._books.tracker.get(session)
         if found is None:
             return OperationHandle.ended(Outcome(EditStatus.MISSING, reason=NOTHING_RECORDED))
-        save = _Save(session, span, [], found.version, OperationHandle(), self._books.now)
+        save = _Save(session, span, [], found, found.version, OperationHandle(), self._books.now)
         for content in found.contents:
             part = content.up_to(span.end_token)
             if part.num_tokens <= span.start_token:
@@ -160,8 +163,9 @@ class Saves:
         def finish(reason: str = "") -> None:
             save.handle.finish(Outcome(outcome.status, outcome.tokens, outcome.blocks, reason))
 
-        found = self._books.tracker.get(save.session)
-        if found is None or found.version != save.version:
+        found = save.registration
+        is_same = self._books.tracker.get(save.session) is found
+        if not is_same or found.version != save.version:
             finish("saved; the session has gone on since, so that what is local stays")
             return
         horizon = self._books.now + self._books.settings.idle_seconds

@@ -76,6 +76,9 @@ class LocalCache(Protocol):
     def prefix_tokens(self, content: Content) -> int:
         """How long a prefix of it a request would find cached."""
 
+    def has_session(self, session: SessionKey) -> bool:
+        """Whether a session is here; then somebody will say when it ends."""
+
     def release(self, session: SessionKey, span: Span, done: Callable[[], object]) -> str:
         """End a session's retention of a part of its context; ``done`` when nothing is left.
 
@@ -116,5 +119,16 @@ class Wish:
 class Loads(Protocol):
     """Loads content into the GPU cache through the scheduler; see ``engine.loads``."""
 
+    @property
+    def num_waiting(self) -> int:
+        """Wishes that have not begun."""
+
     def ask(self, wish: Wish) -> None:
-        """Queue a load."""
+        """Queue a load. Whoever asks minds the bound."""
+
+    def give_up_a_guess(self) -> bool:
+        """Make room for what somebody has asked for.
+
+        Returns:
+            Whether a guess was waiting.
+        """

@@ -11,6 +11,7 @@ from vllm_agent_hint.sessions.intent import Edit, SessionKey
 from vllm_agent_hint.sessions.leases import end_leases_at
 from vllm_agent_hint.sessions.lifetimes import Lifetimes
 from vllm_agent_hint.sessions.lineage import Lineage
+from vllm_agent_hint.sessions.reasons import NOTHING_RECORDED
 from vllm_agent_hint.sessions.releases import Release
 from vllm_agent_hint.sessions.session import Session
 
@@ -83,9 +84,12 @@ class Edits:
             return
         if not edit.include_children:
             done = remote.evict(key, edit, done)
+        elif session is None:
+            # A prefetch may be about to bring the first that there is of it.
+            remote.session_ended(key)
         if session is None:
-            reason = "nothing is recorded for this session"
-            done(EditResult(type=edit.type, status=EditStatus.MISSING, reason=reason))
+            missing = EditStatus.MISSING
+            done(EditResult(type=edit.type, status=missing, reason=NOTHING_RECORDED))
         elif edit.include_children:
             eviction = Eviction(self._books.layouts, edit, done)
             for member in list(family.tree(session)):
