@@ -1178,8 +1178,8 @@ FAULTS: Final = (
         "within a bin all are worth the same",
         breaks="of two that will surely come the one that has rested longer is worth more",
         file="sessions/reuse.py",
-        old="        return index[where] + part * (index[where + 1] - index[where])",
-        new="        return index[where] + 0.0 * part",
+        old="    return index[where] + part * (index[where + 1] - index[where])",
+        new="    return index[where] + 0.0 * part",
         tests=("unit/test_reuse.py",),
     ),
     Fault(
