@@ -125,11 +125,13 @@ def _end(server: Any, scheduler: Any) -> None:
         scheduler.vllm_config
     )
     server.running = False
-    client.lookup(0, [])
-    server.thread.join(10)
-    for each in (client, server):
-        each.close()
-        each.ctx.term()
+    try:
+        client.lookup(0, [])
+        server.thread.join(10)
+    finally:
+        # Whatever has failed: with something left to send, it would wait for ever as well.
+        for each in (client, server):
+            each.ctx.destroy(linger=0)
 
 
 @contextmanager
