@@ -19,7 +19,7 @@ def pooling(
     ] = 5,
     load_rate: Annotated[
         float, typer.Option(min=0.01, help="Throttle of the tier: megabytes loaded per second.")
-    ] = 24.0,
+    ] = 12.0,
     model: Annotated[str, typer.Option(help="Kind of model; see the demo's.")] = "qwen3",
     folder: Annotated[Path, typer.Option(help="Where models, logs and vLLM's cache go.")] = Path(
         "out/bench-pooling"
