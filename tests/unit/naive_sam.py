@@ -272,13 +272,15 @@ class NaiveSam:
                 shared = max(shared, end)
         return shared
 
-    def request_preempted(self, request: NaiveRequest, tables: list[Blocks], now: float) -> None:
+    def request_preempted(
+        self, request: NaiveRequest, tables: list[Blocks], num_hits: Sequence[int], now: float
+    ) -> None:
         session = request.session
         if session.is_freed:
             return
         request.held = Context(session, [{} for _ in self.layouts])
         asked = request.intent.protections or session.protections
-        self._record(request.held, tables, (), asked, now, replaces=True)
+        self._record(request.held, tables, num_hits, asked, now, replaces=True)
 
     def request_finished(
         self,

@@ -172,7 +172,7 @@ class PlainEngine:
         tables, prefixes = self._recorded(request)
         self.sam.request_preempted(request.live, prefixes, self.now)
         if self.naive:
-            self.naive.request_preempted(request.naive, tables, self.now)
+            self.naive.request_preempted(request.naive, tables, request.num_hits, self.now)
         self._some_steps()
         self._give_back(request)
 
