@@ -588,14 +588,11 @@ class NaiveSam:
         """The contexts end. What others use without a claim stays for as long as it would have."""
         session = self.sessions[key]
         exclusive = self.exclusive_blocks(session)
-        given_up = [(context, context.claims) for context in reversed(session.contexts)]
-        for context, _ in given_up:
-            context.claims = []
-        remaining = [claims for _, claims in given_up]
-        for context, claims in given_up:
-            self._bequeath(session, context, claims, remaining, exclusive, now)
-            remaining.pop(0)
+        for context in reversed(session.contexts):
+            # What it shares with those still to come, they protect as well.
+            self._bequeath(session, context, exclusive, now)
             context.records = [{} for _ in self.layouts]
+            context.claims = []
         session.contexts = [session.new_context()]
         session.has_history = False
         self._rest(session, now)
@@ -604,12 +601,11 @@ class NaiveSam:
         self,
         session: NaiveSession,
         context: Context,
-        claims: list[Claim],
-        unsettled: list[list[Claim]],
         exclusive: set[int],
         now: float,
     ) -> None:
         """Hand over to an heir what somebody uses without a claim and nobody else protects."""
+        claims = context.claims
         heir = NaiveSession(("heir", next(self._serial)), False, len(self.layouts))
         prolonged: set[NaiveSession] = set()
         for group, records in enumerate(context.records):
@@ -619,17 +615,7 @@ class NaiveSam:
                     continue
                 others = [owner for owner in self.owners(block) if owner[0] is not context]
                 protected = max((self.deadline_in(*owner) for owner in others), default=0.0)
-                start = logical * self.layouts[group].block_size
-                asked = max(
-                    (
-                        c.deadline
-                        for each in unsettled
-                        for c in each
-                        if c.end is None or start < c.end
-                    ),
-                    default=0.0,
-                )
-                if others and protected >= asked:
+                if others and protected >= self.deadline_in(context, group, logical):
                     continue
                 earlier = self._earlier_heir(claims, block)
                 if earlier is not None:
@@ -687,3 +673,11 @@ class NaiveSam:
         if not self.sessions:  # Nobody is left whom others could be outside of.
             self.outside_hits.clear()
             self.unclaimed_use.clear()
+
+
+def check_marks(port: PlainPort, naive: NaiveSam | None) -> None:
+    """Every block carries the count and the deadline that the naive core says."""
+    assert naive is not None
+    for block_id, block in enumerate(port.blocks[1:], 1):
+        owners = naive.owners(block_id)
+        assert (block.count, block.deadline) == naive.marks(block_id), owners

@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.unit.naive_sam import check_marks
 from tests.unit.plain_engine import DENSE, EVICT, HYBRID, PAGE, PlainEngine, Request
 from tests.unit.session_invariants import check_invariants, check_nothing_left
 from vllm_agent_hint.hints import EditStatus, EditType
@@ -358,11 +359,7 @@ class UnboundedMachine(SessionMachine):
 
     @invariant()
     def every_block_is_marked_as_the_naive_core_says(self) -> None:
-        for block_id in range(1, self.num_blocks):
-            block = self.port.blocks[block_id]
-            assert (block.count, block.deadline) == self.naive.marks(block_id), self.naive.owners(
-                block_id
-            )
+        check_marks(self.port, self.naive)
 
     @invariant()
     def the_same_sessions_live(self) -> None:

@@ -401,15 +401,6 @@ def test_evict_leaves_another_sessions_claim_alone(engine: PlainEngine) -> None:
     assert engine.counts_of(engine.blocks_of(B)) == [1, 1, 1]
 
 
-def test_evict_asks_for_no_more_heirs_than_it_needs(engine: PlainEngine) -> None:
-    """The other session gives the block as long a time as the evicted one did."""
-    engine.turn(A, "xyz", Protection(300.0, end_token=PAGE), Protection(60.0))
-    engine.turn(B, "xyz", Protection(300.0, end_token=PAGE), Protection(60.0))
-    engine.serve_outsider([3])
-    engine.evict(A)
-    assert engine.sam.num_heirs == 0
-
-
 def test_evicting_twice_finds_nothing_the_second_time(engine: PlainEngine) -> None:
     engine.turn(A, "xyz", ttl=60.0)
     engine.evict(A)
@@ -578,31 +569,6 @@ def test_a_session_is_refused_when_all_others_have_a_live_request() -> None:
     assert engine.arrive(SessionIntent(B)) is None
     assert engine.arrive(SessionIntent(A)) is not None
     assert engine.sam.counters.clipped == {"max_sessions": 1}
-
-
-def test_an_heir_takes_no_sessions_place() -> None:
-    engine = PlainEngine(settings=Settings(max_sessions=2))
-    engine.turn(B, "w", ttl=60.0)
-    engine.turn(A, "xyz", ttl=60.0)
-    engine.serve_outsider([2, 3, 4])
-    engine.evict(A)
-    assert engine.sam.num_heirs == 1
-    assert engine.counts_of(engine.blocks_of(B)) == [1]
-    engine.turn(C, "v", ttl=60.0)
-    assert engine.sam.num_heirs == 1
-    assert B not in engine.sam.sessions
-
-
-def test_an_heir_of_the_same_context_is_prolonged_and_not_doubled(engine: PlainEngine) -> None:
-    engine.turn(A, "xyz", ttl=60.0)
-    engine.serve_outsider([1, 2, 3])
-    engine.evict(A)
-    for _ in range(3):
-        engine.wait(10.0)
-        engine.turn(A, "xyz", ttl=60.0)
-        engine.evict(A)
-    assert engine.sam.num_heirs == 1
-    assert [engine.port.blocks[i].deadline - engine.now for i in (1, 2, 3)] == [60.0] * 3
 
 
 def tenant_engine() -> PlainEngine:

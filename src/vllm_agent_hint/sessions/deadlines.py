@@ -9,6 +9,8 @@ from vllm_agent_hint.sessions.lineage import Chain
 class DeadlineSteps:
     """The latest deadline that some chains give a block: a staircase that falls with its index.
 
+    What an edit has ended, and not released yet, counts on: heirs may be about to get it.
+
     Args:
         chains: Of one KV cache group. O(their leases), and sorted where leases have ends.
         block_size: Of that group.
@@ -20,11 +22,12 @@ class DeadlineSteps:
         whole = 0.0
         partial: list[tuple[float, float]] = []
         for chain in chains:
-            for lease in chain.lineage.leases:
-                if lease.end_token is not None:
-                    partial.append((-(-lease.end_token // block_size), lease.deadline))
-                elif lease.deadline > whole:
-                    whole = lease.deadline
+            given = [(lease.end_token, lease.deadline) for lease in chain.lineage.leases]
+            for end_token, deadline in (*given, *chain.lineage.bequest):
+                if end_token is not None:
+                    partial.append((-(-end_token // block_size), deadline))
+                elif deadline > whole:
+                    whole = deadline
         self._ends: list[float] = []
         """Where the steps but the last end, rising; in blocks."""
         self._latest = [whole]

@@ -116,8 +116,8 @@ class Heirs:
     def _needs_heir(self, estate: Estate, chain: Chain, position: int) -> bool:
         """Whether somebody without a claim uses a block that nobody else protects as well.
 
-        What the estate gave it counts, too: an earlier heir of the same session may have written
-        less to the block already.
+        Only for what this estate gave the block: whoever gave it more keeps that, or has an heir
+        of its own. Of several estates that gave it as much, the last to be settled has the heir.
         """
         if not self._ledger.is_used_without_claim(chain, position):
             return False
@@ -125,8 +125,8 @@ class Heirs:
         if self._ledger.index.is_held_only_by(chain, block_id):
             return True
         first_token = chain.logical_index(position) * self._ledger.layouts[chain.group].block_size
-        deadline = max(self._ledger.port.ttl_expire_at(block_id), estate.deadline_at(first_token))
-        return self._ledger.deadline_of_others(chain, block_id) < deadline
+        others = self._ledger.deadline_of_others(chain, block_id)
+        return others < estate.deadline_at(first_token)
 
     def _earlier_heir(self, estate: Estate, block_id: int) -> Session | None:
         """An heir that holds the block already and can take over the one lease on it."""

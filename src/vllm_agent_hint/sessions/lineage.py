@@ -154,6 +154,7 @@ class Lineage:
 
     __slots__ = (
         "base_tokens",
+        "bequest",
         "chains",
         "expired_deadline",
         "interrupted_at",
@@ -181,6 +182,9 @@ class Lineage:
         """When the last lease to expire ran out."""
         self.turns_passed = 0
         """Turns that its session has gone on with other prompts since it was continued."""
+        self.bequest: Sequence[tuple[int | None, float]] = ()
+        """What an edit is taking from it, as ``(end_token, deadline)``: its blocks carry that
+        until each is handed to an heir or released."""
         self.base_tokens = 0
         """What a prompt has to share to go on with this one; see ``continuation``."""
 

@@ -77,6 +77,8 @@ class Releases:
         self.finish_edit(release.lineage)
         release.lineage.trim_to = from_token
         release.lineage.releasing = release
+        if release.estate is not None:
+            release.lineage.bequest = release.estate.written
         release.lineage.interrupted_at = None
         self._queue.append(release)
 
@@ -154,6 +156,7 @@ class Releases:
             self._history.remember(lineage.session, hashes)
         if len(hashes) < budget:
             lineage.trim_to = lineage.releasing = None
+            lineage.bequest = ()
             release.on_done()
         return gained, len(hashes)
 
@@ -163,4 +166,5 @@ class Releases:
         for release in queue:
             if release.is_current:
                 release.lineage.trim_to = release.lineage.releasing = None
+                release.lineage.bequest = ()
                 release.on_done()
