@@ -69,6 +69,9 @@ class NaiveSession:
     live: set["NaiveRequest"] = field(default_factory=set)
     protections: tuple[Protection, ...] = ()
     idle_until: float | None = None
+    """When it is given up; None while something keeps it."""
+    idle_due: float = 0.0
+    """The same, had somebody looked in time: an engine that sleeps does not tick."""
     idle_since: float = 0.0
     has_history: bool = False
     is_freed: bool = False
@@ -91,6 +94,10 @@ class NaiveSession:
     @property
     def is_busy(self) -> bool:
         return bool(self.live or self.claims)
+
+    def give_up_at(self, due: float, now: float) -> None:
+        """What is overdue is noticed with the next tick."""
+        self.idle_due, self.idle_until = due, max(due, now)
 
     def new_context(self) -> Context:
         return Context(self, [{} for _ in range(self.num_groups)])
@@ -231,7 +238,7 @@ class NaiveSam:
         parent = self.sessions.get(parent_key)
         if parent is None:
             parent = NaiveSession(parent_key, True, len(self.layouts))
-            parent.idle_until = self.now + self.idle_seconds
+            parent.give_up_at(self.now + self.idle_seconds, self.now)
             self.sessions[parent_key] = parent
         above: NaiveSession | None = parent
         while above is not None:
@@ -448,7 +455,8 @@ class NaiveSam:
         if not session.claims:
             holds = any(session.contexts)
             session.idle_since = now
-            session.idle_until = now + (self.associated_seconds if holds else self.idle_seconds)
+            idle = self.associated_seconds if holds else self.idle_seconds
+            session.give_up_at(now + idle, now)
             if not session.is_named:
                 self._free(session)
 
@@ -538,13 +546,14 @@ class NaiveSam:
                 self._drop_uncovered(context)
             session.drop_empty_contexts()
             # It is forgotten one tick after its blocks, if not later.
-            session.idle_until = max(session.idle_since + self.idle_seconds, now)
+            session.give_up_at(session.idle_since + self.idle_seconds, now)
             if not session.is_named:
                 self._free(session)
         elif only_holders:
             return
         elif self._has_busy_child(session):
-            session.idle_until = max(session.idle_until + self.idle_seconds, now)
+            # Of a leader that is long overdue, only its workers' time is waited for.
+            session.give_up_at(max(session.idle_due + self.idle_seconds, now), now)
         else:
             self._free(session)
 
@@ -560,7 +569,7 @@ class NaiveSam:
             self._rest(session, latest)
             holds = any(session.contexts)
             idle = self.associated_seconds if holds else self.idle_seconds
-            session.idle_until = max(latest + idle, now)
+            session.give_up_at(latest + idle, now)
 
     def _has_busy_child(self, session: NaiveSession) -> bool:
         return any(s.parent is session and s.is_busy for s in self.sessions.values())

@@ -7,6 +7,7 @@ from itertools import pairwise
 from tests.unit.plain_port import PlainPort
 from vllm_agent_hint.sessions.lineage import LOST, Chain, Lineage
 from vllm_agent_hint.sessions.manager import SessionAwareManager
+from vllm_agent_hint.sessions.releases import Release
 from vllm_agent_hint.settings import Settings
 
 Owners = dict[int, list[tuple[Chain, int]]]
@@ -74,15 +75,18 @@ def check_deadlines(sam: SessionAwareManager, port: PlainPort, owners: Owners) -
     """A block carries the latest deadline of its owners, and none without an owner.
 
     Owners whose lease has run out, and which let go of their blocks a slice at a time, may have
-    left the deadline there until it is their block's turn.
+    left the deadline there until it is their block's turn. Where an edit has ended it, they have:
+    an heir may be about to get it.
     """
 
     def given(chain: Chain, logical: int) -> float:
         start = logical * sam.ledger.layouts[chain.group].block_size
-        leases = chain.lineage.leases
-        return max(
-            (e.deadline for e in leases if e.end_token is None or start < e.end_token), default=0.0
-        )
+        lineage = chain.lineage
+        terms = [(lease.end_token, lease.deadline) for lease in lineage.leases]
+        release = lineage.releasing
+        if isinstance(release, Release) and release.is_current and release.estate is not None:
+            terms += release.estate.written
+        return max((d for end, d in terms if end is None or start < end), default=0.0)
 
     for block_id, block in enumerate(port.blocks):
         held = owners.get(block_id, [])

@@ -118,6 +118,19 @@ def test_a_worker_that_gives_way_ends_the_wait() -> None:
     assert not is_kept(engine, LEADER)
 
 
+def test_a_leader_that_was_overdue_while_the_engine_slept_waits_for_its_workers_only() -> None:
+    """Its own idle time was over long ago; nobody ticked."""
+    engine = PlainEngine(is_naive_beside=True)
+    assert engine.naive is not None
+    engine.turn(LEADER, "xy", ttl=5.0)
+    engine.wait(10_000.0)
+    engine.end(child_of(engine, "leader", ttl=5.0))
+    for seconds in (1.0, 1.0, 300.0):
+        engine.wait(seconds)
+        assert len(engine.sam.sessions) == len(engine.naive.sessions)
+    assert LEADER not in engine.sam.sessions
+
+
 def test_an_unknown_parent_is_made_in_the_childs_tenant_and_salt(engine: PlainEngine) -> None:
     child_of(engine, "boss", SessionKey("t", "salt", "worker"))
     assert SessionKey("t", "salt", "boss") in engine.sam.sessions

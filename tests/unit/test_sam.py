@@ -29,6 +29,9 @@ PROTECTIONS = st.one_of(
     st.builds(lambda ttl: (Protection(ttl),), TTLS),
     st.lists(st.builds(Protection, TTLS, ENDS), min_size=1, max_size=3).map(tuple),
 )
+PROTECTIONS_OF_ALL = ((), (Protection(0.0),), (Protection(60.0),))
+DIFFERENT_ENDS = ((0, 0, 0), (1, 1, 1), (0, 1, 1))
+"""None goes on with another one."""
 INTENTS = st.one_of(
     st.builds(SessionIntent, st.sampled_from([*KEYS, KEYS[0], None]), protections=PROTECTIONS),
     st.builds(
@@ -92,11 +95,14 @@ class SessionMachine(RuleBasedStateMachine):
         self, turns: list[tuple[SessionIntent, tuple[int, ...]]]
     ) -> None:
         for intent, pages in turns:
-            request = self._arrive(intent)
-            if request is not None:
-                self.last_pages[request.live.session.key] = pages
-                self.engine.run(request, pages)
-                self.engine.end(request)
+            self._turn(intent, pages)
+
+    def _turn(self, intent: SessionIntent, pages: tuple[int, ...]) -> None:
+        request = self._arrive(intent)
+        if request is not None:
+            self.last_pages[request.live.session.key] = pages
+            self.engine.run(request, pages)
+            self.engine.end(request)
 
     @rule(intents=st.lists(INTENTS, min_size=1, max_size=3), data=st.data())
     def some_turns(self, intents: list[SessionIntent], data: st.DataObject) -> None:
@@ -177,6 +183,48 @@ class SessionMachine(RuleBasedStateMachine):
         self.requests.remove(request)
         self.engine.end(request, succeeds=succeeds and bool(request.tables))
 
+    @rule(
+        key=st.sampled_from(KEYS[:2]),
+        start=st.lists(st.integers(0, 1), min_size=1, max_size=2).map(tuple),
+        kept=st.lists(PROTECTIONS, min_size=2, max_size=3),
+        beside=st.sampled_from([None, *PROTECTIONS_OF_ALL]),
+    )
+    def a_session_of_several_prompts_that_begin_alike_is_evicted(
+        self,
+        key: SessionKey,
+        start: tuple[int, ...],
+        kept: list[tuple[Protection, ...]],
+        beside: tuple[Protection, ...] | None,
+    ) -> None:
+        """Others use the beginning: a stranger, and maybe a session with a claim of its own."""
+        turns = [
+            (SessionIntent(key, protections=asked), (*start, *end))
+            for asked, end in zip(kept, DIFFERENT_ENDS, strict=False)
+        ]
+        if beside is not None:
+            turns.append((SessionIntent(KEYS[2], protections=beside), start))
+        for intent, pages in turns:
+            self._turn(intent, pages)
+        self._serve_outsider_what_is_shared(key)
+        if key not in self.sam.sessions:
+            return
+        if self.naive is None:
+            self._edit(key, EVICT, at_once=False)
+        else:
+            self._evict(key)
+
+    def _serve_outsider_what_is_shared(self, key: SessionKey) -> None:
+        index, session = self.sam.ledger.index, self.sam.sessions.get(key)
+        shared = {
+            block_id
+            for lineage in (session.lineages if session else ())
+            for chain in lineage.chains
+            for block_id in chain.block_ids
+            if block_id != LOST and len(index.owners(block_id)) > 1
+        }
+        if shared:
+            self.engine.serve_outsider(sorted(shared))
+
     # -- what becomes of blocks ------------------------------------------------------------------
 
     @precondition(lambda self: self.recorded)
@@ -243,7 +291,9 @@ class SessionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.named)
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(self.named), "session")
+        self._evict(data.draw(st.sampled_from(self.named), "session"))
+
+    def _evict(self, key: SessionKey) -> None:
         kept = self._kept_for_others(key)
         with self._only_exclusive_blocks_are_given_up(key):
             result = self.engine.evict(key)
