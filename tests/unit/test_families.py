@@ -124,7 +124,9 @@ def test_a_leader_that_was_overdue_while_the_engine_slept_waits_for_its_workers_
     assert engine.naive is not None
     engine.turn(LEADER, "xy", ttl=5.0)
     engine.wait(10_000.0)
-    engine.end(child_of(engine, "leader", ttl=5.0))
+    worker = child_of(engine, "leader", ttl=5.0)
+    engine.run(worker, "w")
+    engine.end(worker)
     for seconds in (1.0, 1.0, 300.0):
         engine.wait(seconds)
         assert len(engine.sam.sessions) == len(engine.naive.sessions)
