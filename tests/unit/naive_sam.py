@@ -552,7 +552,7 @@ class NaiveSam:
         elif only_holders:
             return
         elif self._has_busy_child(session):
-            # Of a leader that is long overdue, only its workers' time is waited for.
+            # A leader that is long overdue is looked at again with the next tick.
             session.give_up_at(max(session.idle_due + self.idle_seconds, now), now)
         else:
             self._free(session)
