@@ -182,6 +182,7 @@ class Edits:
         if not len(lineage):
             lineage.base_tokens = 0
             if len(session.lineages) > 1 and lineage in session.lineages:
+                lineage.end_leases()
                 session.lineages.remove(lineage)
         if not session.num_records:
             self._books.standing.leave(session)
