@@ -20,12 +20,15 @@ import matplotlib.pyplot as plt
 
 SIZES = (2_000_000, 4_000_000)
 KNOBS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("hints:reuse", "", ("",)),
+    ("hints", "", ("",)),
+    ("hints:leased", "", ("",)),
     ("hints:deadline", "", ("",)),
     ("hints:lru", "", ("",)),
     ("hints", "PROTECTED_SHARE", ("0.8", "0.9")),
     ("hints", "EXPIRED_ENTERS", ("front",)),
     ("hints", "SUPERSEDED_ENTERS", ("back",)),
+    ("hints", "CONVERSATIONS", ("0",)),
+    ("auto", "CONVERSATIONS", ("0",)),
     ("auto", "ASSOCIATED_SECONDS", ("60", "120", "300", "600", "1800")),
 )
 

@@ -176,6 +176,19 @@ class Settings(BaseSettings):
         description="Seconds for which a session's last lease outlasts its end while a child of "
         "it has a request alive or a lease running. 0 lets it end.",
     )
+    conversations: bool = Field(
+        default=True,
+        description="Beside hinted sessions, requests without a hint are recognised that go on "
+        "with one another: what a conversation holds goes after other ordinary blocks, like that "
+        "of a session without a lease. 0 leaves them in vLLM's own order.",
+    )
+    max_conversations: int = Field(
+        default=10_000,
+        ge=1,
+        le=1_000_000,
+        description="Conversations remembered at once. Above it the one that came longest ago is "
+        "forgotten.",
+    )
     renew: bool = Field(
         default=True,
         description="Whether a turn without cache_control renews the session's lease with its "

@@ -377,8 +377,13 @@ def run_short(engine: Engine) -> None:
     reuse(engine)
 
 
+def begin_without_a_hint(engine: Engine) -> None:
+    engine.add(prompt(7, 40))
+
+
 TRIGGERS: dict[str, Callable[[Engine], None]] = {
     "request_added": begin,
+    "unhinted_added": begin_without_a_hint,
     "request_served": hit,
     "request_preempted": preempt,
     "request_ended": finish,

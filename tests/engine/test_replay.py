@@ -344,7 +344,7 @@ def test_hindsight_knows_the_gaps_of_a_class_that_is_going_to_come_back() -> Non
 
 def test_what_sam_has_counted_is_reported() -> None:
     workload = agents_beside_a_flood("end_turn", back_at=1000.0)
-    cache_of = build_cache("hints", workload, ChainHashes(workload.num_ids), 12)
+    cache_of = build_cache("hints:leased", workload, ChainHashes(workload.num_ids), 12)
     assert cache_of is not None
     replayed = replay_open_loop(workload, cache_of, lambda _: None)
     assert replayed.figures["expired"] == 1

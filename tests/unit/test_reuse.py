@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from vllm_agent_hint.sessions import reuse
 from vllm_agent_hint.sessions.reuse import (
     ANY,
+    CONVERSATION,
     EDGES,
     FADES_AT,
     GAP_EDGES,
@@ -118,7 +119,7 @@ def test_a_return_that_is_sure_and_late_is_worth_more_the_nearer_it_comes() -> N
 
 def test_the_table_holds_a_count_for_each_bin_of_each_cell() -> None:
     table = reuse._cold_start_table()
-    assert set(table) == set(ENDINGS)
+    assert set(table) == {*ENDINGS, CONVERSATION}
     cells = {f"{g}/{o}" for g in range(len(GAP_EDGES) + 2) for o in range(len(OUTPUT_EDGES) + 1)}
     for ended, of_kind in table.items():
         assert set(of_kind) <= {"all", *cells}, ended
@@ -135,13 +136,14 @@ def test_the_cells_of_an_ending_add_up_to_all_of_it() -> None:
 
 def test_where_the_ending_is_unknown_all_turns_count() -> None:
     table = reuse._cold_start_table()
-    known = [of_kind for ended, of_kind in table.items() if ended != "unknown"]
+    apart = ("unknown", CONVERSATION)
+    known = [of_kind for ended, of_kind in table.items() if ended not in apart]
     for cell, counts in table["unknown"].items():
         of_each = [of_kind[cell] for of_kind in known if cell in of_kind]
         assert [sum(column) for column in zip(*of_each, strict=True)] == counts, cell
 
 
-@pytest.mark.parametrize("ended", [*ENDINGS, "disconnected", "of another version"])
+@pytest.mark.parametrize("ended", [*ENDINGS, CONVERSATION, "disconnected", "of another version"])
 def test_chances_of_a_cold_start_add_up_to_one_and_none_is_nought(ended: str) -> None:
     for gap in range(len(GAP_EDGES) + 2):
         for output in range(len(OUTPUT_EDGES) + 1):
@@ -164,8 +166,8 @@ def test_a_tool_call_is_worth_more_than_a_final_message_from_the_start() -> None
 # -- learning --------------------------------------------------------------------------------------
 
 BASH = turn_class("", "tool_call", "bash", 3.0, 100)
-READ = BASH._replace(tool="read")
-UNTOLD = BASH._replace(tool="")
+READ = BASH._replace(detail="read")
+UNTOLD = BASH._replace(detail="")
 """Of the same turns, where nobody knows the tool."""
 
 
@@ -220,8 +222,8 @@ class NaiveTenant:
         self.classes: dict[TurnClass, NaiveClass] = {}
 
     def sources(self, turns: TurnClass) -> list[list[float]]:
-        if turns.tool:
-            return [self.chances(turns._replace(tool=""))]
+        if turns.detail:
+            return [self.chances(turns._replace(detail=""))]
         whole = list(cold_start(self.ended, ANY, ANY))
         if turns.gap == ANY:
             return [whole]
@@ -235,7 +237,7 @@ class NaiveTenant:
         return self.classes.setdefault(turns, NaiveClass(len(sources))).chances(sources)
 
     def add(self, turns: TurnClass, where: int) -> None:
-        whose = {turns, turns._replace(tool=""), turns._replace(tool="", gap=ANY, output=ANY)}
+        whose = {turns, turns._replace(detail=""), turns._replace(detail="", gap=ANY, output=ANY)}
         before = {each: self.sources(each) for each in whose}
         for each, sources in before.items():
             self.classes.setdefault(each, NaiveClass(len(sources))).add(where, sources)
@@ -261,7 +263,7 @@ def test_a_class_leans_on_those_above_it_and_they_on_the_table(
     for turns, gap in observed:
         naive.add(turns, NEVER if gap is None else bin_of(gap))
         estimator.observe(turns, gap)
-    for turns in {BASH, READ, BASH._replace(tool=""), *(turns for turns, _ in observed)}:
+    for turns in {BASH, READ, BASH._replace(detail=""), *(turns for turns, _ in observed)}:
         found = chances_of(estimator, turns)
         assert found == pytest.approx(naive.chances(turns))
         assert sum(found) == pytest.approx(1.0)
@@ -417,11 +419,11 @@ def test_classes_are_bounded_and_the_one_used_longest_ago_is_forgotten(
     for _ in range(50):
         estimator.observe(BASH, 700.0)
     for number in range(20):
-        estimator.observe(BASH._replace(tool=f"made up {number}"), 1.0)
+        estimator.observe(BASH._replace(detail=f"made up {number}"), 1.0)
         estimator.note(BASH)
         assert len(estimator._seen) <= 8
     assert estimator._histogram(BASH).total == 50.0, "it was used all the time"
-    assert BASH._replace(tool="made up 0") not in estimator._seen
+    assert BASH._replace(detail="made up 0") not in estimator._seen
 
 
 @pytest.mark.parametrize("gap", [-1.0, 0.0, 1e12])

@@ -596,3 +596,28 @@ def test_a_policy_may_give_a_lease_to_who_has_asked_for_none() -> None:
     rest(engine, "b", ttl=5.0)
     assert engine.deadlines_of(key("b")) == [5.0] * 3
     assert first(engine) is None
+
+
+# -- what several prompts hold ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ttl", [None, 60.0])
+def test_what_only_prompts_of_one_session_share_gives_way_with_the_last_of_them(
+    ttl: float | None,
+) -> None:
+    engine = make_engine(Notes())
+    common = pages("common", 4)
+    for name in "xyz":
+        engine.turn(key("a"), [*common, *pages(name, 2)], ttl=ttl)
+    last = engine.sam.sessions[key("a")].lineage.chains[0]
+    assert engine.sam.give_way(engine.now, 100, leased=ttl is not None) == 4 + 3 * 2
+    assert engine.port.free[6:10] == last.block_ids[3::-1], "after all tails, tail first"
+
+
+def test_what_another_session_holds_as_well_keeps_its_place() -> None:
+    engine = make_engine(Notes())
+    common = pages("common", 4)
+    for name in "xy":
+        engine.turn(key("a"), [*common, *pages(name, 2)])
+    engine.turn(key("b"), [*common, *pages("z", 2)])
+    assert engine.sam.give_way(engine.now, 100, leased=False) == 3 * 2

@@ -62,7 +62,8 @@ class EngineHooks:
         self.reason = ""
         """Why hints have no effect; empty if they have."""
         self.tracked: dict[str, TrackedRequest] = {}
-        """Hinted requests by request id, until their blocks are freed."""
+        """Requests with a hint, and of recognised conversations, by request id, until their blocks
+        are freed."""
         self.outcomes = OperationStore(max_operations=1)
         """What became of edits, for those who ask. Where hints have no effect, nothing does."""
         self.operations = EditOperations(self.outcomes)
@@ -158,6 +159,8 @@ class EngineHooks:
         assert self.sam is not None
         stamp = arrived.stamp
         if arrived.hint is None:
+            if self.recognizes:
+                self.unhinted_added(request, DEFAULT_TENANT if stamp is None else stamp.tenant)
             return
         try:
             wanted = parse_agent_hint(arrived.hint)
@@ -191,6 +194,23 @@ class EngineHooks:
                     status=EditStatus.REJECTED, bounds=["max_sessions"], reason=reason
                 ),
             )
+
+    @property
+    def recognizes(self) -> bool:
+        """Whether to tell of requests without a hint, too."""
+        return self.sam is not None and self.sam.recognizes
+
+    @answers(None)
+    def unhinted_added(self, request: Any, tenant: str = DEFAULT_TENANT) -> None:
+        """A request without a hint has been added, which may go on with an earlier one."""
+        assert self.sam is not None
+        if request.request_id in self.manager.loads:
+            return
+        hashes = max(self.manager.prompt_hashes(request), key=len)
+        live = self.sam.unhinted_added(hashes, time.monotonic(), tenant=tenant)
+        if live is not None:
+            self.has_news = True
+            self.tracked[request.request_id] = TrackedRequest(live)
 
     def requests_complete(self, request_ids: list[str]) -> None:
         """Note which of the requests that the front end ends are complete; see ``completed``."""
@@ -243,6 +263,8 @@ class EngineHooks:
     def run_edits(self, request: Any, tracked: TrackedRequest) -> None:
         """A hinted request is over, its blocks freed or in the hands of a connector."""
         assert self.sam is not None
+        if tracked.is_conversation:
+            return
         intent = tracked.live.intent
         all_succeeded = self.operations.request_ended(
             tracked.stamp, time.monotonic(), succeeded=_has_succeeded(request, tracked)

@@ -46,8 +46,12 @@ class AgentSchedulerMixin:
         traffic = self.agent_hint.traffic
         if traffic is not None and not is_known:
             traffic.request_added(request, arrived)
-        if arrived is not None and not is_known:
+        if is_known:
+            return
+        if arrived is not None:
             self.agent_hint.request_added(request, arrived)
+        elif self.agent_hint.recognizes:
+            self.agent_hint.unhinted_added(request)
 
     def finish_requests(self, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """As stock, after noting which of the requests are complete."""

@@ -33,8 +33,8 @@ def take_statistics(
         slices: Seconds spent in each slice of expiry; emptied.
 
     Returns:
-        ``active``, ``sessions`` (named and anonymous), ``records``, ``leases`` that run,
-        ``blocks`` per zone (active ones included); each of ``PLAIN_COUNTERS``,
+        ``active``, ``sessions`` (named and anonymous), ``conversations``, ``records``, ``leases``
+        that run, ``blocks`` per zone (active ones included); each of ``PLAIN_COUNTERS``,
         ``pressure_overrides`` per zone, ``clipped`` blocks per bound (sessions for
         ``max_sessions``), ``edits`` as ``[operation, status, count]``, ``slices``.
     """
@@ -46,7 +46,8 @@ def take_statistics(
     slices.clear()
     return {
         "active": sam is not None,
-        "sessions": len(sam.sessions) - sam.num_heirs if sam is not None else 0,
+        "sessions": sam.num_hinted_sessions if sam is not None else 0,
+        "conversations": sam.num_conversations if sam is not None else 0,
         "records": sam.num_records if sam is not None else 0,
         "leases": sam.num_leases if sam is not None else 0,
         "blocks": {

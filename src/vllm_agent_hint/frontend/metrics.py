@@ -31,6 +31,7 @@ BOUNDS: Final = (
 _GAUGES: Final = {
     "active": "1 while the engine acts on hints: 0 before its first step, and after a fault.",
     "sessions": "Agent sessions that the engine remembers.",
+    "conversations": "Conversations of requests without a hint that the engine has recognised.",
     "records": "(session, block) associations that the engine remembers.",
     "leases": "Leases that run; those of sessions with a request alive are stopped.",
 }

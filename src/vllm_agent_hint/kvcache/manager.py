@@ -26,7 +26,7 @@ from vllm_agent_hint.stamp import Stamp
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """A hinted request while the scheduler has it.
+    """A request of a session, or of a recognised conversation, while the scheduler has it.
 
     Args:
         live: SAM's handle.
@@ -45,6 +45,11 @@ class TrackedRequest:
     is_complete: bool = False
     retention: RetentionResult | None = None
     checkpoints: dict[int, dict[int, KVCacheBlock]] = field(default_factory=dict)
+
+    @property
+    def is_conversation(self) -> bool:
+        """Whether it carries no hint, and goes on with others that carry none."""
+        return self.live.session.is_conversation
 
 
 @dataclass(slots=True)
@@ -78,7 +83,7 @@ class KVCacheManagerMixin:
         self.on_fault: Callable[[str], object] | None = None
         """Called, from an ``except``, with what has failed in the session core."""
         self.tracked: dict[str, TrackedRequest] = {}
-        """Hinted requests by request id; the scheduler keeps it."""
+        """Requests of sessions and conversations by request id; the scheduler keeps it."""
         self.loads: Container[str] = ()
         """Ids of requests that never run: nothing of them is counted as anybody's use."""
         self.is_shadow = False
@@ -146,7 +151,8 @@ class KVCacheManagerMixin:
         if self.loads and request.request_id in self.loads:
             return
         stats = getattr(self, "prefix_cache_stats", None)
-        if request.request_id not in self.tracked or stats is None:
+        tracked = self.tracked.get(request.request_id)
+        if tracked is None or tracked.is_conversation or stats is None:
             super().record_prefix_cache_stats(request, *args, **kwargs)  # type: ignore[misc]
             return
         queries, hits = stats.queries, stats.hits

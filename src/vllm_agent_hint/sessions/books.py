@@ -5,6 +5,7 @@ from itertools import count
 
 from vllm_agent_hint.sessions.agenda import Agenda
 from vllm_agent_hint.sessions.blockmeta import BlockMetaPort
+from vllm_agent_hint.sessions.conversations import Conversations
 from vllm_agent_hint.sessions.counters import SessionCounters
 from vllm_agent_hint.sessions.heirs import Heirs
 from vllm_agent_hint.sessions.history import History
@@ -53,6 +54,11 @@ class Books:
         self.heirs = Heirs(
             self.sessions, self.ledger, self.agenda, self.serial, self.associated_seconds
         )
+        self.conversations = Conversations(
+            min(layout.block_size for layout in layouts), settings.max_conversations
+        )
+        self.num_conversations = 0
+        """Sessions among all that are conversations."""
         self.releases = Releases(self.ledger, self.heirs, self.history)
         self.standing = Standing(policy, self.ledger)
         self.remote: RemoteKV = NoRemote(
@@ -61,3 +67,8 @@ class Books:
             else "offload and prefetch are off (VLLM_AGENT_HINT_POOLING=0)"
         )
         """Keeps contexts elsewhere."""
+
+    @property
+    def num_hinted_sessions(self) -> int:
+        """Named and anonymous ones: neither heirs nor conversations."""
+        return len(self.sessions) - len(self.heirs) - self.num_conversations

@@ -44,46 +44,54 @@ class Capacity:
         self._max_retained = int(settings.protected_share * (books.ledger.port.num_gpu_blocks - 1))
         self._max_of_tenant = int(settings.tenant_share * self._max_retained)
 
-    def make_room(self, tenant: str, newcomers: Newcomers, now: float) -> Clipping:
-        """Bring newcomers within the bounds; clips the lists that it is given."""
+    def make_room(self, session: Session, newcomers: Newcomers, now: float) -> Clipping:
+        """Bring newcomers within the bounds; clips the lists that it is given.
+
+        To a conversation, which has asked for nothing, only others of its kind give way, and
+        together they hold half of the records at most.
+        """
         clipping = Clipping()
-        self._fit_records(newcomers, clipping)
+        self._fit_records(session, newcomers, clipping)
         if self._max_of_tenant < self._max_retained:
             # First, so that nobody else gives way to what the tenant may not hold.
-            self._fit_tenant(tenant, newcomers, clipping, now)
-        self._fit_share(newcomers, clipping, now)
+            self._fit_tenant(session, newcomers, clipping, now)
+        self._fit_share(session, newcomers, clipping, now)
         return clipping
 
-    def _fit_records(self, newcomers: Newcomers, clipping: Clipping) -> None:
-        excess = self._beyond_records(newcomers)
+    def _fit_records(self, session: Session, newcomers: Newcomers, clipping: Clipping) -> None:
+        bound = self._max_records // 2 if session.is_conversation else self._max_records
+        excess = self._beyond_records(newcomers, bound)
         budget = 4 * excess + 64
         while excess > 0 and budget > 0 and len(self._books.releases):
             step = min(excess, budget)
             self._books.releases.work(step)
             budget -= step
-            excess = self._beyond_records(newcomers)
+            excess = self._beyond_records(newcomers, bound)
         if excess > 0:
             clipping.blocks["max_records"] += self._clip(newcomers, excess, {})
 
-    def _fit_share(self, newcomers: Newcomers, clipping: Clipping, now: float) -> None:
+    def _fit_share(
+        self, session: Session, newcomers: Newcomers, clipping: Clipping, now: float
+    ) -> None:
         excess, _ = self._beyond_share(newcomers)
         if excess > 0:
             port = self._books.ledger.port
-            self._give_way(excess, lambda: port.num_retained_blocks, self._in_order(now))
+            self._give_way(excess, lambda: port.num_retained_blocks, self._in_order(session, now))
             # What gave way may have been shared with the newcomers: weigh them again.
             excess, weight = self._beyond_share(newcomers)
             if excess > 0:
                 clipping.blocks["protected_share"] += self._clip(newcomers, excess, weight)
 
     def _fit_tenant(
-        self, tenant: str, newcomers: Newcomers, clipping: Clipping, now: float
+        self, session: Session, newcomers: Newcomers, clipping: Clipping, now: float
     ) -> None:
+        tenant = session.tenant
         excess, _ = self._beyond_tenant(tenant, newcomers)
         if excess > 0:
             self._give_way(
                 excess,
                 lambda: self._books.ledger.index.num_blocks_of(tenant),
-                self._in_order(now, tenant),
+                self._in_order(session, now, tenant),
             )
             excess, weight = self._beyond_tenant(tenant, newcomers)
             if excess > 0:
@@ -99,8 +107,8 @@ class Capacity:
         }
         return index.num_blocks_of(tenant) + sum(weight.values()) - self._max_of_tenant, weight
 
-    def _beyond_records(self, newcomers: Newcomers) -> int:
-        room = self._max_records - self._books.ledger.index.num_records
+    def _beyond_records(self, newcomers: Newcomers, bound: int) -> int:
+        room = bound - self._books.ledger.index.num_records
         return sum(map(len, newcomers)) - max(0, room)
 
     def _beyond_share(self, newcomers: Newcomers) -> tuple[int, dict[int, int]]:
@@ -128,17 +136,25 @@ class Capacity:
             del newcomers[group][length:]
         return clipped
 
-    def _in_order(self, now: float, tenant: str | None = None) -> Iterator[Session]:
+    def _in_order(
+        self, newcomer: Session, now: float, tenant: str | None = None
+    ) -> Iterator[Session]:
         """Who gives way next, for as long as it holds something: without a lease first, heirs last.
 
         Args:
+            newcomer: To whom.
             now: Monotonic seconds.
             tenant: Whose; None for anybody's.
         """
 
         def counts(session: Session) -> bool:
-            return session.tenant == tenant
+            return (tenant is None or session.tenant == tenant) and (
+                session.is_conversation or not newcomer.is_conversation
+            )
 
+        if newcomer.is_conversation:
+            yield from self._books.standing.in_order(now, leased=False, counts=counts)
+            return
         wanted = None if tenant is None else counts
         for leased in (False, True):
             yield from self._books.standing.in_order(now, leased=leased, counts=wanted)

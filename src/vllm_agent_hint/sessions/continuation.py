@@ -33,7 +33,10 @@ def place(live: LiveRequest, prompt: Prompt, layouts: Sequence[GroupLayout]) -> 
         shared = shared_tokens(lineage, prompt, layouts)
         if shared and shared >= live.shared_tokens:
             live.nearest, live.shared_tokens = lineage, shared
-    if live.nearest is not None and live.shared_tokens >= live.nearest.base_tokens:
+    if live.nearest is not None and (
+        # That it goes on is how a conversation was recognised.
+        live.conversation_turns or live.shared_tokens >= live.nearest.base_tokens
+    ):
         live.continues = live.nearest
     for other in live.session.live:
         if other is not live and other.is_placed:

@@ -408,7 +408,10 @@ class Ledger:
     # -- asking --------------------------------------------------------------------------------
 
     def free_alone(self, records: Sequence[Record], *, leased: bool) -> list[tuple[int, bytes]]:
-        """The blocks of some records that nobody uses and no other lineage holds.
+        """The blocks of some records that nobody uses and no other session holds.
+
+        What several lineages of the session hold is offered with the last of them, which is the
+        one that was continued last.
 
         Args:
             records: They may have ended in the meantime.
@@ -418,12 +421,26 @@ class Ledger:
             Block ids and hashes. O(records), 0.5 us each.
         """
         holder_of = self.index.holder_of
+        known: dict[Holders, bool] = {}
+
+        def holds_alone(chain: Chain, block_id: int) -> bool:
+            holders = holder_of(block_id)
+            if holders is chain:
+                return True
+            if holders is None or chain.lineage is not chain.lineage.session.lineage:
+                return False
+            if holders not in known:
+                session = chain.lineage.session
+                chains = self.index.chains_of(holders)
+                known[holders] = all(other.lineage.session is session for other in chains)
+            return known[holders]
+
         alone = [
             (block_id, chain.hashes[position])
             for chain, position in records
             if position < len(chain.block_ids)
             and (block_id := chain.block_ids[position]) != LOST
-            and holder_of(block_id) is chain
+            and holds_alone(chain, block_id)
         ]
         return list(compress(alone, self.port.are_free([i for i, _ in alone], leased=leased)))
 
@@ -487,6 +504,9 @@ class Ledger:
                 )
             if belongs_to_others[holders]:
                 self._outside_hits[block_ids[k]] = hashes[k]
+                if session.is_conversation:
+                    # It has asked for no hint, so no edit of others may cost it this.
+                    self._unclaimed_use[block_ids[k]] = hashes[k]
 
     def blocks_reused(self, block_ids: Sequence[int]) -> None:
         """The pool has given these blocks to other content; their scalars are already zero."""

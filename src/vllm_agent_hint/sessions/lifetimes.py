@@ -5,6 +5,7 @@ from functools import partial
 
 from vllm_agent_hint.sessions import family
 from vllm_agent_hint.sessions.books import Books
+from vllm_agent_hint.sessions.conversations import ConversationKey
 from vllm_agent_hint.sessions.intent import SessionKey
 from vllm_agent_hint.sessions.lineage import Lease, Lineage
 from vllm_agent_hint.sessions.releases import Release
@@ -33,18 +34,32 @@ class Lifetimes:
         self._books.sessions[key] = session
         return session
 
+    def use_conversation(self, key: ConversationKey, tenant: str) -> Session:
+        """The session of a conversation, a new one if there is none."""
+        session = self._books.sessions.pop(key, None)
+        if session is None:
+            session = Session(key, len(self._books.layouts), tenant=tenant)
+            self._books.num_conversations += 1
+        self._books.sessions[key] = session
+        return session
+
     def _make_room(self) -> bool:
         """Make room for one session more; the one used longest ago goes, unless it is alive.
 
-        Heirs don't count: they are as many as the contexts that others share, at most.
+        Heirs don't count: they are as many as the contexts that others share, at most. Nor do
+        conversations, which have a bound of their own.
 
         Returns:
             Whether there is room.
         """
-        if len(self._books.sessions) - len(self._books.heirs) < self._books.settings.max_sessions:
+        if self._books.num_hinted_sessions < self._books.settings.max_sessions:
             return True
         self._books.counters.clipped["max_sessions"] += 1
-        idle = (s for s in self._books.sessions.values() if not s.live and not s.is_heir)
+        idle = (
+            s
+            for s in self._books.sessions.values()
+            if not (s.live or s.is_heir or s.is_conversation)
+        )
         victim = next(idle, None)
         if victim is None:
             return False
@@ -86,7 +101,7 @@ class Lifetimes:
         if session.is_anonymous:
             self.free(session)
             return
-        holds = session.num_records > 0
+        holds = session.num_records > 0 or session.is_conversation
         idle = self._books.associated_seconds if holds else self._books.settings.idle_seconds
         self._books.agenda.arm_idle_limit(session, since + idle)
 
@@ -96,6 +111,7 @@ class Lifetimes:
         self._books.standing.leave(session)
         del self._books.sessions[session.key]
         self._books.heirs.forget(session)
+        self._books.num_conversations -= session.is_conversation
         session.idle.disarm()
         for lineage in session.lineages:
             self._books.releases.let_go(lineage, placement=placement)
@@ -159,7 +175,11 @@ class Lifetimes:
     def _expire_idle(self, limit: IdleLimit, now: float) -> None:
         session = limit.session
         self._books.standing.leave(session)
-        if session.num_records:
+        if session.is_conversation:
+            # Most never come back, which is to be known no later than who does.
+            self._books.standing.stay_away(session)
+            self.free(session, placement=self._books.policy.expired)
+        elif session.num_records:
             for lineage in list(session.lineages):
                 lineage.expired_deadline = limit.due_at - self._books.associated_seconds
                 self._let_expire(lineage, 0)

@@ -1,7 +1,7 @@
 """SessionAwareManager: the only object of the session core that the engine talks to."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 
 from vllm_agent_hint.hints import EditResult, EditStatus, RetentionResult
@@ -76,6 +76,16 @@ class SessionAwareManager:
         return len(self._books.heirs)
 
     @property
+    def num_hinted_sessions(self) -> int:
+        """Named and anonymous ones."""
+        return self._books.num_hinted_sessions
+
+    @property
+    def num_conversations(self) -> int:
+        """Of requests without a hint that go on with one another."""
+        return self._books.num_conversations
+
+    @property
     def num_records(self) -> int:
         """(session, block) associations."""
         return self.ledger.index.num_records
@@ -111,6 +121,58 @@ class SessionAwareManager:
             self._become_child(live, intent.parent_session_id, now)
         for above in family.ancestors(session):
             self.sessions[above.key] = self.sessions.pop(above.key)
+        self._reschedule()
+        return live
+
+    @property
+    def recognizes(self) -> bool:
+        """Whether requests without a hint are looked at: only beside sessions that have one."""
+        return self._books.settings.conversations and self.num_hinted_sessions > 0
+
+    def unhinted_added(
+        self, hashes: Sequence[bytes], now: float, *, tenant: str = ""
+    ) -> LiveRequest | None:
+        """A request without a hint has arrived, while ``recognizes``.
+
+        O(prompt tokens / 512).
+
+        Args:
+            hashes: Of its prompt's complete blocks, of the size of the smallest KV cache group's.
+            now: Monotonic seconds.
+            tenant: Whose.
+
+        Returns:
+            A handle for the other calls if it goes on with an earlier one, else None: then nothing
+            else is to be told of it.
+        """
+        conversations = self._books.conversations
+        known_by, conversation = conversations.find(hashes) or (None, None)
+        if (
+            conversation is not None
+            and conversation.tenant == tenant
+            and conversation.is_continued_by(hashes)
+        ):
+            session = self.sessions.get(conversation.key)
+            if session is None or not session.live:
+                return self._go_on(known_by, hashes, now)
+            # Two at once: what they begin with is a prefix that many have.
+            conversation.is_shared = True
+        forgotten = conversations.begin(hashes, now, tenant)
+        if forgotten is not None and forgotten.key in self.sessions:
+            self._lifetimes.free(self.sessions[forgotten.key])
+            self._reschedule()
+        return None
+
+    def _go_on(self, known_by: Hashable, hashes: Sequence[bytes], now: float) -> LiveRequest:
+        conversation, since_it_came = self._books.conversations.go_on(known_by, hashes, now)
+        tenant = conversation.tenant
+        session = self._lifetimes.use_conversation(conversation.key, tenant)
+        self._lifetimes.suspend(session)
+        live = LiveRequest(session, SessionIntent(None, tenant=tenant))
+        rested = self.standing.come_back(session, now)
+        live.gap = since_it_came if rested is None else rested
+        live.conversation_turns = conversation.num_turns
+        session.live.add(live)
         self._reschedule()
         return live
 
@@ -176,7 +238,13 @@ class SessionAwareManager:
             return RetentionResult(
                 status=EditStatus.MISSING, reason="its session was freed while it ran"
             )
-        session.turn = RestingTurn(session.tenant, last_gap=live.gap, output_tokens=output_tokens)
+        session.turn = RestingTurn(
+            session.tenant,
+            last_gap=live.gap,
+            output_tokens=output_tokens,
+            conversation_turns=live.conversation_turns,
+            prompt_tokens=live.prompt_tokens,
+        )
         session.last_operation = operation_id
         session.is_told = False
         asked = live.intent.protections or self._protections_by_policy(session)
@@ -356,6 +424,7 @@ class SessionAwareManager:
         self.finish_releases()
         for session in list(self.sessions.values()):
             self._lifetimes.free(session)
+        self._books.conversations.clear()
         self.finish_releases()
 
     def _become_child(self, live: LiveRequest, parent_id: str, now: float) -> None:
@@ -383,7 +452,7 @@ class SessionAwareManager:
 
     def _protections_by_policy(self, session: Session) -> tuple[Protection, ...]:
         """What the policy keeps of a session that has never asked for anything itself."""
-        if session.protections or session.is_anonymous:
+        if session.protections or not isinstance(session.key, SessionKey):
             return ()
         ttl = self._books.policy.ttl_for(session.turn)
         return () if ttl is None else (Protection(ttl),)

@@ -3,7 +3,12 @@
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from vllm_agent_hint.sessions.reuse import ReuseEstimator, turn_class
+from vllm_agent_hint.sessions.reuse import (
+    ReuseEstimator,
+    TurnClass,
+    conversation_class,
+    turn_class,
+)
 from vllm_agent_hint.settings import GiveWay, Placement, Settings
 
 
@@ -19,6 +24,9 @@ class RestingTurn:
             session's first.
         output_tokens: That it made.
         ttl: Seconds of the longest lease on what it left; None without one.
+        conversation_turns: Of a conversation that was recognised, this one included; 0 for a
+            session.
+        prompt_tokens: Of its complete blocks.
     """
 
     tenant: str = ""
@@ -27,6 +35,8 @@ class RestingTurn:
     last_gap: float | None = None
     output_tokens: int = 0
     ttl: float | None = None
+    conversation_turns: int = 0
+    prompt_tokens: int = 0
 
 
 class RetentionPolicy:
@@ -110,7 +120,7 @@ class ReusePolicy(RetentionPolicy):
 
     def class_of(self, turn: RestingTurn) -> Hashable:
         """See ``RetentionPolicy``."""
-        turns = turn_class(turn.tenant, turn.ended, turn.tool, turn.last_gap, turn.output_tokens)
+        turns = reuse_class(turn)
         self._estimator.note(turns)
         return turns
 
@@ -121,6 +131,16 @@ class ReusePolicy(RetentionPolicy):
     def observe(self, turns: Hashable, gap: float | None) -> None:
         """See ``RetentionPolicy``."""
         self._estimator.observe(turns, gap)  # type: ignore[arg-type]
+
+
+def reuse_class(turn: RestingTurn) -> TurnClass:
+    """The class of a turn by which ``ReusePolicy`` orders."""
+    last_gap, output = turn.last_gap, turn.output_tokens
+    if turn.conversation_turns:
+        return conversation_class(
+            turn.tenant, turn.conversation_turns, turn.prompt_tokens, last_gap, output
+        )
+    return turn_class(turn.tenant, turn.ended, turn.tool, last_gap, output)
 
 
 def policy_of(settings: Settings) -> RetentionPolicy:

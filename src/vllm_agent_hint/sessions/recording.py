@@ -136,7 +136,7 @@ class Recorder:
             self._books.ledger.drop_replaced(
                 chain, new, diff, replaces=replaces, placement=self._books.policy.superseded
             )
-        clipping = self._capacity.make_room(lineage.session.tenant, newcomers, now)
+        clipping = self._capacity.make_room(lineage.session, newcomers, now)
         if protections is not None:
             lineage.end_leases()
             lineage.leases = lay_leases(lineage, protections, now, self._books.settings, clipping)

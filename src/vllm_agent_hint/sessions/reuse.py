@@ -32,6 +32,15 @@ GAP_EDGES: Final = (8.0, 15.0, 30.0, 60.0, 300.0)
 OUTPUT_EDGES: Final = (150, 500, 1500)
 """Where the classes of a turn's output are cut, in tokens."""
 
+TURN_EDGES: Final = (3, 4, 5, 6, 7)
+"""Where the classes of a conversation are cut, by its turns."""
+
+PROMPT_EDGES: Final = (2_000, 8_000, 32_000)
+"""Where the classes of a conversation are cut, by the tokens of its prompt."""
+
+CONVERSATION: Final = "conversation"
+"""The ending of a conversation's turns: nobody says how they end."""
+
 LEANINGS: Final = (2.0, 20.0, 200.0)
 """Pseudo-observations with which a class may lean on what is known beside it. Which of them
 foretold its gaps best is learnt as well."""
@@ -63,7 +72,8 @@ class TurnClass(NamedTuple):
     Args:
         tenant: Whose; no tenant learns from another.
         ended: See ``TurnFacts``.
-        tool: The tool that was called last; empty where nobody knows.
+        detail: The tool that was called last; of a conversation how far it has come, the bins in
+            ``TURN_EDGES`` and ``PROMPT_EDGES``; empty where nobody knows.
         gap: Of the session's last gap: 0 for a first turn, else 1 + the bin in ``GAP_EDGES``;
             or ``ANY``.
         output: Of the turn's output: the bin in ``OUTPUT_EDGES``; or ``ANY``.
@@ -71,38 +81,58 @@ class TurnClass(NamedTuple):
 
     tenant: str
     ended: str
-    tool: str
+    detail: str | tuple[int, int]
     gap: int
     output: int
 
     @property
     def parent(self) -> "TurnClass | None":
-        """The same whatever the tool; of that, whatever the last gap and the output."""
-        if self.tool:
-            return self._replace(tool="")
+        """The same whatever the detail; of that, whatever the last gap and the output."""
+        if self.detail:
+            return self._replace(detail="")
         return None if self.gap == ANY else self._replace(gap=ANY, output=ANY)
 
     @property
     def num_sources(self) -> int:
         """On how many it may lean: its parent; the table; or the table, with and without it."""
-        return 1 if self.tool or self.gap == ANY else 2
+        return 1 if self.detail or self.gap == ANY else 2
 
 
 def turn_class(
-    tenant: str, ended: str, tool: str, last_gap: float | None, output_tokens: int
+    tenant: str,
+    ended: str,
+    detail: str | tuple[int, int],
+    last_gap: float | None,
+    output_tokens: int,
 ) -> TurnClass:
     """The class of a turn that is over.
 
     Args:
         tenant: Whose.
         ended: See ``TurnFacts``.
-        tool: The last tool that it called; empty if none or unknown.
+        detail: See ``TurnClass``.
         last_gap: Seconds between the turn's arrival and the end of the one before; None for a
             first turn.
         output_tokens: That it made.
     """
     gap = 0 if last_gap is None else 1 + bisect_right(GAP_EDGES, last_gap)
-    return TurnClass(tenant, ended, tool, gap, bisect_right(OUTPUT_EDGES, output_tokens))
+    return TurnClass(tenant, ended, detail, gap, bisect_right(OUTPUT_EDGES, output_tokens))
+
+
+def conversation_class(
+    tenant: str, num_turns: int, prompt_tokens: int, last_gap: float | None, output_tokens: int
+) -> TurnClass:
+    """The class of a conversation whose turn is over.
+
+    Args:
+        tenant: Whose.
+        num_turns: So far.
+        prompt_tokens: Of the turn.
+        last_gap: See ``turn_class``.
+        output_tokens: See ``turn_class``.
+    """
+    detail = bisect_right(TURN_EDGES, num_turns), bisect_right(PROMPT_EDGES, prompt_tokens)
+    return turn_class(tenant, CONVERSATION, detail, last_gap, output_tokens)
 
 
 def bin_of(seconds: float) -> int:
@@ -318,7 +348,7 @@ class ReuseEstimator:
         above = self._histogram(parent)
         chances = self._chances(parent, above)
         histogram.above, histogram.above_editions = above, above.editions
-        if turns.tool:
+        if turns.detail:
             return [chances]
         # The table knows how the class differs from all turns of its ending, and those how the
         # tenant differs from the table.
@@ -337,7 +367,7 @@ class ReuseEstimator:
         of_parent = own * above.counts[where] + sum(
             map(mul, rest, self._expected_in(where, parent))
         )
-        if turns.tool:
+        if turns.detail:
             return [of_parent]
         tilt = _tilt(turns.ended, turns.gap, turns.output)
         of_all_bins: float = own * sum(map(mul, above.counts, tilt)) + rest[0]

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Hashable, Iterator
 
+from vllm_agent_hint.sessions.conversations import ConversationKey
 from vllm_agent_hint.sessions.intent import Protection, SessionIntent, SessionKey
 from vllm_agent_hint.sessions.lineage import Lease, Lineage
 from vllm_agent_hint.sessions.policy import RestingTurn
@@ -82,7 +83,12 @@ class Session:
 
     @property
     def is_anonymous(self) -> bool:
-        return not isinstance(self.key, SessionKey)
+        return not isinstance(self.key, SessionKey | ConversationKey)
+
+    @property
+    def is_conversation(self) -> bool:
+        """Whether its requests carry no hint, and were recognised."""
+        return isinstance(self.key, ConversationKey)
 
     @property
     def lineage(self) -> Lineage:
@@ -126,6 +132,7 @@ class LiveRequest:
     __slots__ = (
         "company",
         "continues",
+        "conversation_turns",
         "gap",
         "held",
         "intent",
@@ -142,6 +149,8 @@ class LiveRequest:
         self.intent = intent
         self.gap: float | None = None
         """Seconds for which its session had rested when it came; None if it had not."""
+        self.conversation_turns = 0
+        """Of a conversation, this one included; 0 of a session's request."""
         self.held: Lineage | None = None
         """What it had computed when it was preempted."""
         self.link_problem = ""

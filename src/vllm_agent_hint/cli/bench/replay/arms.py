@@ -22,7 +22,7 @@ TENANT: Final = ""
 DEFAULT_END_DELAY: Final = 60.0
 
 TTL_AFTER: Final = {"tool_use": 3600.0, "end_turn": 600.0}
-"""Seconds for which a turn's prompt is kept, by its stop reason."""
+"""Seconds of the lease of a turn's prompt, by its stop reason, where leases are asked for."""
 TTL_OTHERWISE: Final = 600.0
 
 
@@ -93,15 +93,18 @@ class IdentityArm:
 
 @dataclass(frozen=True, slots=True)
 class TurnArm:
-    """Says how long to keep each turn, by how it ended, and when the session is over.
+    """Says how each turn ended, and when the session is over.
 
     Args:
         end_delay: See ``Arm``.
+        is_leased: Whether it asks for a lease after each turn, by how it ended. Without one the
+            session stands among all that have none, in the order of what is known of its turn.
         give_way: See ``Arm``.
         has_hindsight: See ``Arm``.
     """
 
     end_delay: float | None = DEFAULT_END_DELAY
+    is_leased: bool = False
     give_way: GiveWay = GiveWay.REUSE
     has_hindsight: bool = False
 
@@ -113,9 +116,12 @@ class TurnArm:
     def intent(self, arrival: Arrival) -> SessionIntent | None:
         if arrival.session.traffic is not Traffic.AGENTS:
             return None
-        # A lease is laid when its request ends, with what is known by then.
-        ttl = TTL_AFTER.get(arrival.request.stop or "", TTL_OTHERWISE)
-        return SessionIntent(key_of(arrival), arrival.session.parent, (Protection(ttl),))
+        protections: tuple[Protection, ...] = ()
+        if self.is_leased:
+            # A lease is laid when its request ends, with what is known by then.
+            ttl = TTL_AFTER.get(arrival.request.stop or "", TTL_OTHERWISE)
+            protections = (Protection(ttl),)
+        return SessionIntent(key_of(arrival), arrival.session.parent, protections)
 
     def facts(self, arrival: Arrival) -> TurnFacts | None:
         return _facts_of(arrival)
@@ -138,28 +144,34 @@ def key_of(arrival: Arrival) -> SessionKey:
 
 
 _NAMES: Final = re.compile(
-    r"(?P<arm>hints|auto|identity)(:(?P<order>reuse|deadline|lru|hindsight))?(@(?P<delay>\d+|never))?"
+    r"(?P<arm>hints|auto|identity)(:(?P<order>reuse|deadline|lru|hindsight|leased))?(@(?P<delay>\d+|never))?"
 )
 
 
 def arm_named(policy: str) -> Arm | None:
     """The arm of a policy's name; None if it has none.
 
-    ``hints``: ttl, turn and end. ``auto``: identity, and what the server sees of a turn's end.
+    ``hints``: identity, turn and end. ``auto``: identity, and what the server sees of a turn's end.
     ``identity``: the same behind a front end that can't tell. ``hints:lru`` and ``hints:deadline``
     give way in another order, ``hints:hindsight`` in that of the reuse index with nothing left to
-    learn: a bound. ``hints@600`` is told the end of a session 600 seconds after its
-    last turn, ``hints@never`` not at all.
+    learn: a bound. ``hints:leased`` asks for a lease after each turn, and so does
+    ``hints:deadline``, which goes by them. ``hints@600`` is told the end of a session 600 seconds
+    after its last turn, ``hints@never`` not at all.
     """
     found = _NAMES.fullmatch(policy)
-    if found is None or (found["arm"] != "hints" and found["delay"]):
+    if found is None:
+        return None
+    is_hinted = found["arm"] == "hints"
+    if not is_hinted and (found["delay"] or found["order"] == "leased"):
         return None
     has_hindsight = found["order"] == "hindsight"
-    order = GiveWay.REUSE if has_hindsight else GiveWay(found["order"] or GiveWay.REUSE)
-    if found["arm"] != "hints":
+    named = {"deadline": GiveWay.DEADLINE, "lru": GiveWay.LRU}
+    order = named.get(found["order"], GiveWay.REUSE)
+    if not is_hinted:
         return IdentityArm(found["arm"] == "auto", order, has_hindsight)
     delay = found["delay"]
     end_delay: float | None = DEFAULT_END_DELAY
     if delay is not None:
         end_delay = None if delay == "never" else float(delay)
-    return TurnArm(end_delay, order, has_hindsight)
+    is_leased = found["order"] in ("leased", "deadline")
+    return TurnArm(end_delay, is_leased, order, has_hindsight)

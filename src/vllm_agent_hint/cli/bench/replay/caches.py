@@ -23,6 +23,7 @@ from vllm_agent_hint.kvcache.block import Zone
 from vllm_agent_hint.kvcache.manager import TrackedRequest, agent_kv_cache_manager
 from vllm_agent_hint.sessions.intent import SessionKey
 from vllm_agent_hint.sessions.manager import SessionAwareManager
+from vllm_agent_hint.sessions.session import LiveRequest
 from vllm_agent_hint.settings import load_settings
 
 HASH_BYTES: Final = 16
@@ -209,32 +210,43 @@ class HintedCache(StockCache):
         """See ``StockCache``."""
         tracked = self.manager.tracked
         name = f"{arrival.session.number}.{arrival.turn}"
-        if name not in tracked and (intent := self._arm.intent(arrival)) is not None:
-            live = self.sam.request_added(intent, self._now)
+        if name not in tracked:
+            live = self._added(arrival)
             if live is not None:
                 tracked[name] = TrackedRequest(live)
         return super().begin(arrival, now)
 
+    def _added(self, arrival: Arrival) -> LiveRequest | None:
+        intent = self._arm.intent(arrival)
+        if intent is not None:
+            return self.sam.request_added(intent, self._now)
+        if self.sam.recognizes:
+            return self.sam.unhinted_added(self._hashes.of(arrival.request.blocks), self._now)
+        return None
+
     def end(self, running: Running, now: float) -> None:
-        """See ``StockCache``."""
+        """See ``StockCache``. The session rests from then on, also if that is yet to come."""
         arrival, request = running.arrival, running.request
+        ended_at = max(self._now, CLOCK_STARTS_AT + now)
         tracked = self.manager.tracked.get(request.request_id)
         if tracked is not None:
             self.sam.request_finished(
                 tracked.live,
                 self.manager.recorded_prefixes(request),
-                self._now,
+                ended_at,
                 succeeded=True,
                 output_tokens=arrival.request.output_tokens,
             )
         super().end(running, now)
         self.manager.tracked.pop(request.request_id, None)
         self._count()
-        facts = None if tracked is None else self._arm.facts(arrival)
+        if tracked is None or tracked.live.session.is_conversation:
+            return
+        facts = self._arm.facts(arrival)
         if facts is not None:
             self.sam.turn_ended(key_of(arrival), "", facts.ended, facts.tools, self._now)
-        if tracked is not None and arrival.is_last and self._arm.end_delay is not None:
-            heapq.heappush(self._ends, (self._now + self._arm.end_delay, key_of(arrival)))
+        if arrival.is_last and self._arm.end_delay is not None:
+            heapq.heappush(self._ends, (ended_at + self._arm.end_delay, key_of(arrival)))
 
     def _served(self, request: Any, groups: Sequence[Sequence[Any]]) -> None:
         if not self.sam.sessions:

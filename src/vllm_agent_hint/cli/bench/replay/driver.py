@@ -66,7 +66,7 @@ def replay_open_loop(
         start = perf_counter_ns()
         running = cache.begin(arrival, arrival.at)
         assert running is not None, "nothing else runs, and it fits"
-        cache.end(running, arrival.at)
+        cache.end(running, arrival.at + (arrival.request.service_seconds or 0.0))
         spent.append(perf_counter_ns() - start)
         hits.append(running.hit_tokens)
     on_progress(len(workload.arrivals) % 256)
