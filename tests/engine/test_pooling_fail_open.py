@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,7 @@ from vllm_agent_hint.engine.loads import LOAD_ID_PREFIX, LoadQueue
 from vllm_agent_hint.engine.own_prompt_queue import OwnPromptQueue
 from vllm_agent_hint.engine.utility import agent_hint_rpc
 from vllm_agent_hint.pooling.manager import SessionAwarePoolingManager
+from vllm_agent_hint.pooling.pages import PagesInDirectory
 from vllm_agent_hint.pooling.resumes import Resumes
 from vllm_agent_hint.sessions.ledger import Ledger
 from vllm_agent_hint.sessions.manager import SessionAwareManager
@@ -60,7 +62,7 @@ def assert_that_it_goes_on_without_sessions(engine: PoolingEngine) -> None:
 
 
 def assert_that_it_rests(engine: PoolingEngine) -> None:
-    for _ in range(60):
+    for _ in range(20):
         engine.step()
     engine.run()
     assert not [r for r in engine.ran if r.startswith(LOAD_ID_PREFIX)], "the model ran a load"
@@ -122,7 +124,7 @@ def test_a_fault_before_a_pause_leaves_no_load_for_it_to_wait_for() -> None:
     assert_that_it_goes_on_without_sessions(engine)
 
 
-def test_what_has_come_and_can_not_be_recorded_has_failed_and_ends_the_sessions() -> None:
+def test_what_has_come_and_can_not_be_recorded_ends_the_sessions() -> None:
     """Half recorded, its session would stay with a lease that never runs out."""
     engine = pooling_engine()
     away(engine)
@@ -130,7 +132,7 @@ def test_what_has_come_and_can_not_be_recorded_has_failed_and_ends_the_sessions(
         engine.ask("s", "prefetch")
         engine.steps(6)
     (result,) = rpc(engine, op="operation")["operation"]["results"]
-    assert result["status"] == "failed"
+    assert result["status"] == "rejected"
     assert engine.scheduler.agent_hint.remote.spm.num_open == 0
     assert_that_it_goes_on_without_sessions(engine)
 
@@ -139,6 +141,45 @@ def rpc(engine: PoolingEngine, **payload: Any) -> Any:
     """A management call, which may find no sessions any more."""
     core = SimpleNamespace(scheduler=engine.scheduler)
     return agent_hint_rpc(core, {"operation_id": "op", **payload})
+
+
+# -- a store that can't be asked -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["edit", "free"])
+@pytest.mark.parametrize("fault", [OSError(116, "Stale file handle"), OverflowError("of a page")])
+def test_a_manifest_that_raises_costs_its_answer_and_no_session(
+    op: str, fault: Exception, tmp_path: Path
+) -> None:
+    engine = pooling_engine(extra={"directory": str(tmp_path)})
+    engine.serve(CONTEXT, hint=hinted("s", 300.0))
+    unreadable = patch.multiple(PagesInDirectory, holds=raises(fault), get=raises(fault))
+    with unreadable:
+        answer = rpc(engine, op=op, session_id="unknown", edits=[{"type": "prefetch"}])
+    assert answer["active"]
+    assert not answer["known"]
+    assert engine.remote.reason == ""
+    assert engine.remote.counters.failures
+    assert engine.session("s").protections
+    engine.done("s", "offload")
+    assert engine.results()[0]["status"] == "applied"
+
+
+def test_a_fault_in_asking_whether_a_session_is_known_costs_the_connector_only() -> None:
+    engine = pooling_engine()
+    engine.serve(CONTEXT, hint=hinted("s", 300.0))
+    with patch.object(SessionAwarePoolingManager, "knows", fails):
+        answer = rpc(engine, op="edit", session_id="unknown", edits=[{"type": "evict"}])
+    assert answer["active"]
+    assert engine.remote.reason
+    assert engine.session("s").protections
+
+
+def raises(fault: Exception) -> Callable[..., Any]:
+    def method(*args: Any, **kwargs: Any) -> Any:
+        raise fault
+
+    return method
 
 
 # -- the same at every call of ours, in the order in which a life with loads makes them ------------
@@ -152,7 +193,7 @@ INSIDE: tuple[type, ...] = (
     Resumes,
     LoadQueue,
 )
-THE_GUARD_ITSELF = {"freed", "give_up_all", "end_given_up"}
+THE_GUARD_ITSELF = {"freed", "close", "end_given_up"}
 
 
 class OneFault:

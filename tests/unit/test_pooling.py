@@ -1,6 +1,8 @@
 """The parts of pooling that know nothing of vLLM: accounts, order, expectations, the manifest."""
 
+import errno
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -224,6 +226,22 @@ def test_a_manifest_that_can_not_be_written_harms_nobody(tmp_path: Path) -> None
     first.write(key("a"), [content("x")], ttl=60.0)
     first.finish()
     assert first.read(key("a")) is None
+
+
+def test_a_directory_that_can_not_be_looked_into_holds_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_stale(*_: object, **__: object) -> object:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    first = manifest(tmp_path)
+    first.write(key("a"), [content("x")], ttl=60.0)
+    first.finish()
+    with monkeypatch.context() as planted:
+        planted.setattr(os, "stat", is_stale)
+        planted.setattr(Path, "stat", is_stale)
+        assert not first.holds(key("a"))
+    assert first.holds(key("a"))
 
 
 # -- what has happened -----------------------------------------------------------------------------

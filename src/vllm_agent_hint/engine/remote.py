@@ -355,12 +355,12 @@ class RemoteSessions:
         )
         self.reason = f"{where} failed, see the server's log"
         wishes = self.loads.close(self.reason)
-        failed = Outcome(EditStatus.FAILED, reason=self.reason)
+        refused = Outcome.refused(self.reason)
         # What waits behind others first, so that it does not begin when those end.
         ends: list[Callable[[], object]] = [partial(self.own_prompts.abort_all, self.reason)]
         if self.spm is not None:
             ends.insert(0, partial(self.spm.abandon, self.reason))
-        for end in [*ends, *(partial(wish.handle.finish, failed) for wish in wishes)]:
+        for end in [*ends, *(partial(wish.handle.finish, refused) for wish in wishes)]:
             try:
                 end()
             except Exception:

@@ -56,7 +56,10 @@ class PagesInDirectory:
 
     def holds(self, name: str) -> bool:
         """See ``Pages``."""
-        return self._path(name).exists()
+        try:
+            return self._path(name).exists()
+        except OSError:
+            return False
 
     def delete(self, name: str) -> None:
         """See ``Pages``."""
