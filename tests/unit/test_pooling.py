@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from vllm_agent_hint.hints import EditStatus
 from vllm_agent_hint.pooling.capability import (
+    MAX_TIMES,
     Content,
     Operation,
     OperationHandle,
@@ -248,11 +250,23 @@ def test_a_directory_that_can_not_be_looked_into_holds_no_page(
 
 
 def test_an_event_is_handed_out_once_and_whoever_counts_goes_on() -> None:
-    counters = PoolingCounters(failures=2, queue_seconds=[0.5])
+    counters = PoolingCounters(failures=2, queue_seconds=deque([0.5]))
     first = counters.take()
     counters.failures += 1
     counters.queue_seconds.append(0.25)
     second = counters.take()
-    assert (first.failures, first.queue_seconds) == (2, [0.5])
-    assert (second.failures, second.queue_seconds) == (1, [0.25])
+    assert (first.failures, list(first.queue_seconds)) == (2, [0.5])
+    assert (second.failures, list(second.queue_seconds)) == (1, [0.25])
+
+
+def test_an_engine_that_nobody_asks_for_its_statistics_keeps_a_bounded_number_of_times() -> None:
+    """vLLM's ``--disable-log-stats``, which is the default of an offline engine."""
+    counters = PoolingCounters()
+    for _ in range(2):
+        for k in range(2 * MAX_TIMES):
+            counters.queue_seconds.append(float(k))
+            counters.transfer_seconds.append(("prefetch", float(k)))
+        taken = counters.take()
+        assert list(taken.queue_seconds) == [float(MAX_TIMES + k) for k in range(MAX_TIMES)]
+        assert len(taken.transfer_seconds) == MAX_TIMES
     assert counters == PoolingCounters()

@@ -310,18 +310,13 @@ class RemoteSessions:
                 "offload": taken.saved_tokens * self._cache.bytes_per_token,
                 "prefetch": taken.loaded_tokens * self._cache.bytes_per_token,
             },
-            "queue_seconds": taken.queue_seconds,
+            "queue_seconds": list(taken.queue_seconds),
             "transfer_seconds": [list(one) for one in taken.transfer_seconds],
         }
 
     def pause_changed(self, *, is_paused: bool) -> None:
         """Before vLLM pauses: no load may hold a block then."""
         self._note_pause(is_paused=is_paused)
-        self.loads.end_given_up()
-
-    def about_to_reset(self) -> None:
-        """Before the prefix cache is emptied."""
-        self._prepare_reset()
         self.loads.end_given_up()
 
     @_outlives_pooling
@@ -332,7 +327,8 @@ class RemoteSessions:
             self._abort_all_prefetches("vLLM was paused")
 
     @_outlives_pooling
-    def _prepare_reset(self) -> None:
+    def about_to_reset(self) -> None:
+        """Before the prefix cache is emptied."""
         self._set_time()
         self._abort_all_prefetches("the prefix cache was reset")
 
