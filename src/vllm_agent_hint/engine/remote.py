@@ -74,9 +74,7 @@ class RemoteSessions:
     ) -> None:
         self._scheduler = scheduler
         self._sam = sam
-        self._cache = GpuCache(
-            scheduler.kv_cache_manager, sam, scheduler.agent_hint.drop_sessions
-        )
+        self._cache = GpuCache(scheduler.kv_cache_manager, sam, scheduler.agent_hint.drop_sessions)
         self.reason = ""
         """Why the connector is not used any more; empty while it is."""
         self.counters = PoolingCounters()
@@ -351,20 +349,24 @@ class RemoteSessions:
         )
         self.reason = f"{where} failed, see the server's log"
         wishes = self.loads.close(self.reason)
-        refused = Outcome.refused(self.reason)
         # What waits behind others first, so that it does not begin when those end.
-        ends: list[Callable[[], object]] = [partial(self.own_prompts.abort_all, self.reason)]
         if self.spm is not None:
-            ends.insert(0, partial(self.spm.abandon, self.reason))
-        for end in [*ends, *(partial(wish.handle.finish, refused) for wish in wishes)]:
-            try:
-                end()
-            except Exception:
-                logger.exception("vllm-agent-hint: giving up what waits for the connector failed")
+            _try_to(self.spm.abandon, self.reason)
+        _try_to(self.own_prompts.abort_all, self.reason)
+        for wish in wishes:
+            _try_to(wish.handle.finish, Outcome.refused(self.reason))
 
     def _set_time(self) -> None:
         if self.spm is not None:
             self.spm.now = time.monotonic()
+
+
+def _try_to(give_up: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> None:
+    """Whoever is called back may fail, too, and the others have to be told all the same."""
+    try:
+        give_up(*args, **kwargs)
+    except Exception:
+        logger.exception("vllm-agent-hint: giving up what waits for the KV connector failed")
 
 
 def why_no_remote(scheduler: Any, settings: Settings) -> str:

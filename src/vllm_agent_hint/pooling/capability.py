@@ -17,7 +17,6 @@ from typing import Any, Final, Protocol, Self, runtime_checkable
 from vllm_agent_hint.hints import EditStatus
 from vllm_agent_hint.sessions.intent import SessionKey
 
-
 MAX_TIMES: Final = 1_000
 """Times of a kind kept for a report; the oldest go where nobody asks for one."""
 
