@@ -113,6 +113,17 @@ def test_a_fault_while_all_requests_are_aborted_frees_no_load_twice() -> None:
     assert_that_it_goes_on_without_sessions(engine)
 
 
+def test_a_load_that_has_come_when_something_fails_is_not_run_by_the_model() -> None:
+    engine = pooling_engine()
+    loading(engine)
+    engine.faults.is_silent = False
+    engine.step()
+    assert engine.scheduler.finished_recving_kv_req_ids
+    with patch.object(SessionAwareManager, "free_session", fails):
+        rpc(engine, op="free", session_id="s")
+    assert_that_it_goes_on_without_sessions(engine)
+
+
 def test_a_fault_before_a_pause_leaves_no_load_for_it_to_wait_for() -> None:
     engine = pooling_engine()
     loading(engine)
