@@ -20,6 +20,7 @@ from vllm_agent_hint.pooling.capability import (
 )
 from vllm_agent_hint.pooling.lanes import Lanes
 from vllm_agent_hint.pooling.manifest import IncompatibleError, SessionManifest
+from vllm_agent_hint.pooling.pages import PagesInDirectory
 from vllm_agent_hint.pooling.resumes import Resumes
 from vllm_agent_hint.pooling.tracker import SessionKeyTracker
 from vllm_agent_hint.sessions.intent import SessionKey
@@ -220,6 +221,30 @@ def test_a_page_that_is_gone_or_damaged_is_none(tmp_path: Path) -> None:
     first.forget(key("a"))
     first.finish()
     assert not first.holds(key("a"))
+
+
+def test_what_a_dying_server_was_writing_is_forgotten_with_the_old_pages(tmp_path: Path) -> None:
+    day = 86_400.0
+    pages = PagesInDirectory(tmp_path, lambda: 64.0 * day)
+    pages.put("old", b"page", 60.0)
+    (tmp_path / ".left.json.aside").write_bytes(b"half a pa")
+    (tmp_path / "not ours").write_bytes(b"")
+    for path in tmp_path.iterdir():
+        os.utime(path, (62.0 * day, 62.0 * day))
+    pages.put("new", b"page", 60.0)
+    assert {path.name for path in tmp_path.iterdir()} == {"new.json", "not ours"}
+
+
+def test_a_page_that_could_not_be_put_in_place_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", is_full)
+    with pytest.raises(OSError, match="No space"):
+        PagesInDirectory(tmp_path, lambda: 32.0).put("page", b"page", 60.0)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_manifest_that_can_not_be_written_harms_nobody(tmp_path: Path) -> None:
