@@ -227,7 +227,10 @@ def pooling_engine(
     )
     side = OffloadingConnectorWorker(spec, scheduler.vllm_config, scheduler.kv_cache_config)
     side._init_worker(
-        CanonicalKVCaches([CanonicalKVCacheTensor(cache, BLOCK)], [[CanonicalKVCacheRef(0, BLOCK)]])
+        CanonicalKVCaches(
+            [CanonicalKVCacheTensor(cache, BLOCK)],
+            [[CanonicalKVCacheRef(0, BLOCK)] for _ in scheduler.kv_cache_config.kv_cache_groups],
+        )
     )
     assert isinstance(side.worker, TorchTierWorker)
     # Nobody takes the counters while a test runs, so that it can read them.

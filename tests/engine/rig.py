@@ -36,7 +36,8 @@ KINDS = ("full", "window", "state", "all")
 
 def group_specs(kind: str) -> list[Any]:
     """KV cache groups: ``full``, ``window`` (full + sliding window), ``state`` (full + Mamba),
-    ``all`` (the three together)."""
+    ``all`` (the three together), ``states`` (full + two of Mamba, as a hybrid model that has more
+    state layers than attention layers is divided)."""
     attention: dict[str, Any] = {
         "block_size": BLOCK,
         "num_kv_heads": 1,
@@ -56,6 +57,7 @@ def group_specs(kind: str) -> list[Any]:
         "window": [full, window],
         "state": [full, state],
         "all": [full, window, state],
+        "states": [full, state, state],
     }[kind]
 
 

@@ -9,6 +9,7 @@ from vllm.v1.request import RequestStatus
 
 from tests.engine import rig
 from tests.engine.conftest import Log
+from tests.engine.pooling_rig import pooling_engine
 from tests.engine.rig import BLOCK, Clock, Engine, hinted, make_request, make_scheduler, prompt
 from vllm_agent_hint.engine import capture as engine_capture
 from vllm_agent_hint.engine import utility
@@ -49,6 +50,19 @@ def stamped(session_id: str, tenant: str, operation_id: str = "op") -> dict[str,
 
 
 # -- what is recorded ------------------------------------------------------------------------------
+
+
+def test_what_a_prefetch_brings_is_no_traffic(clock: Clock) -> None:
+    engine = pooling_engine()
+    engine.serve(prompt(1, 8 * BLOCK), hint=hinted("a", 60.0))
+    engine.done("a", "offload")
+    engine.flood()
+    start(engine)
+    engine.done("a", "prefetch")
+    assert engine.results()[0]["status"] == "applied"
+    engine.serve(prompt(2, BLOCK))
+    taken = take(engine)
+    assert [request["prompt_tokens"] for request in taken["requests"]] == [BLOCK]
 
 
 def test_an_unhinted_request_is_recorded_with_its_times_and_lengths(

@@ -409,6 +409,7 @@ ASK_NO_SAM = {
     "statistics",
     "drop_sessions",
     "record_traffic",
+    "is_load",
     "end_traffic",
 }
 """They look a request up, hand on what a guarded caller asks for, or are the guard itself."""

@@ -690,6 +690,17 @@ def test_a_block_whose_last_token_was_sampled_and_not_computed_is_not_registered
     engine.assert_nothing_is_left()
 
 
+@pytest.mark.parametrize("kind", ["state", "states"])
+def test_an_offload_saves_the_checkpoints_of_every_group_of_states(kind: str) -> None:
+    engine = pooling_engine(num_blocks=80, kind=kind)
+    engine.serve(prompt(1, 8 * BLOCK), hint=hinted("a", 600.0), max_tokens=2 * BLOCK + 2)
+    (parked,) = engine.done("a", "offload")
+    content = engine.remote.spm.tracker.get(engine.session("a").key).latest
+    assert (parked["status"], parked["tokens"]) == ("applied", 10 * BLOCK)
+    assert engine.remote.spm.store.loadable_tokens(content) == 10 * BLOCK
+    engine.assert_nothing_is_left()
+
+
 def test_a_state_is_handed_over_only_while_its_block_still_holds_it() -> None:
     engine = pooling_engine()
     engine.serve(CONTEXT, hint=hinted("a", 60.0))

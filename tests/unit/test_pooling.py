@@ -1,6 +1,9 @@
 """The parts of pooling that know nothing of vLLM: accounts, order, expectations, the manifest."""
 
+import errno
 import math
+import os
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,6 +11,7 @@ import pytest
 
 from vllm_agent_hint.hints import EditStatus
 from vllm_agent_hint.pooling.capability import (
+    MAX_TIMES,
     Content,
     Operation,
     OperationHandle,
@@ -16,6 +20,7 @@ from vllm_agent_hint.pooling.capability import (
 )
 from vllm_agent_hint.pooling.lanes import Lanes
 from vllm_agent_hint.pooling.manifest import IncompatibleError, SessionManifest
+from vllm_agent_hint.pooling.pages import PagesInDirectory
 from vllm_agent_hint.pooling.resumes import Resumes
 from vllm_agent_hint.pooling.tracker import SessionKeyTracker
 from vllm_agent_hint.sessions.intent import SessionKey
@@ -218,6 +223,30 @@ def test_a_page_that_is_gone_or_damaged_is_none(tmp_path: Path) -> None:
     assert not first.holds(key("a"))
 
 
+def test_what_a_dying_server_was_writing_is_forgotten_with_the_old_pages(tmp_path: Path) -> None:
+    day = 86_400.0
+    pages = PagesInDirectory(tmp_path, lambda: 64.0 * day)
+    pages.put("old", b"page", 60.0)
+    (tmp_path / ".left.json.aside").write_bytes(b"half a pa")
+    (tmp_path / "not ours").write_bytes(b"")
+    for path in tmp_path.iterdir():
+        os.utime(path, (62.0 * day, 62.0 * day))
+    pages.put("new", b"page", 60.0)
+    assert {path.name for path in tmp_path.iterdir()} == {"new.json", "not ours"}
+
+
+def test_a_page_that_could_not_be_put_in_place_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", is_full)
+    with pytest.raises(OSError, match="No space"):
+        PagesInDirectory(tmp_path, lambda: 32.0).put("page", b"page", 60.0)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_manifest_that_can_not_be_written_harms_nobody(tmp_path: Path) -> None:
     (tmp_path / "in the way").write_text("")
     first = manifest(tmp_path / "in the way")
@@ -226,15 +255,43 @@ def test_a_manifest_that_can_not_be_written_harms_nobody(tmp_path: Path) -> None
     assert first.read(key("a")) is None
 
 
+def test_a_directory_that_can_not_be_looked_into_holds_no_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_stale(*_: object, **__: object) -> object:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    first = manifest(tmp_path)
+    first.write(key("a"), [content("x")], ttl=60.0)
+    first.finish()
+    with monkeypatch.context() as planted:
+        planted.setattr(os, "stat", is_stale)
+        planted.setattr(Path, "stat", is_stale)
+        assert not first.holds(key("a"))
+    assert first.holds(key("a"))
+
+
 # -- what has happened -----------------------------------------------------------------------------
 
 
 def test_an_event_is_handed_out_once_and_whoever_counts_goes_on() -> None:
-    counters = PoolingCounters(failures=2, queue_seconds=[0.5])
+    counters = PoolingCounters(failures=2, queue_seconds=deque([0.5]))
     first = counters.take()
     counters.failures += 1
     counters.queue_seconds.append(0.25)
     second = counters.take()
-    assert (first.failures, first.queue_seconds) == (2, [0.5])
-    assert (second.failures, second.queue_seconds) == (1, [0.25])
+    assert (first.failures, list(first.queue_seconds)) == (2, [0.5])
+    assert (second.failures, list(second.queue_seconds)) == (1, [0.25])
+
+
+def test_an_engine_that_nobody_asks_for_its_statistics_keeps_a_bounded_number_of_times() -> None:
+    """vLLM's ``--disable-log-stats``, which is the default of an offline engine."""
+    counters = PoolingCounters()
+    for _ in range(2):
+        for k in range(2 * MAX_TIMES):
+            counters.queue_seconds.append(float(k))
+            counters.transfer_seconds.append(("prefetch", float(k)))
+        taken = counters.take()
+        assert list(taken.queue_seconds) == [float(MAX_TIMES + k) for k in range(MAX_TIMES)]
+        assert len(taken.transfer_seconds) == MAX_TIMES
     assert counters == PoolingCounters()

@@ -21,11 +21,16 @@ class GpuCache:
     Args:
         manager: Of its KV cache.
         sam: Its session core.
+        on_fault: Ends all sessions, told where, in the handler of a fault. What the core has half
+            done must not stay: it might protect blocks for ever.
     """
 
-    def __init__(self, manager: Any, sam: SessionAwareManager) -> None:
+    def __init__(
+        self, manager: Any, sam: SessionAwareManager, on_fault: Callable[[str], None]
+    ) -> None:
         self._manager = manager
         self._sam = sam
+        self._on_fault = on_fault
 
     # -- contents ------------------------------------------------------------------------------
 
@@ -84,7 +89,11 @@ class GpuCache:
     def release(self, session: SessionKey, span: Span, done: Callable[[], object]) -> str:
         """See ``LocalCache``."""
         edit = Edit(EditType.OFFLOAD, span.start_token, span.end_token)
-        return self._sam.release_offloaded(session, edit, time.monotonic(), done)
+        try:
+            return self._sam.release_offloaded(session, edit, time.monotonic(), done)
+        except Exception:
+            self._on_fault("releasing what was offloaded")
+            return "all sessions were dropped"
 
     def adopt(self, wish: Wish, local_tokens: int) -> None:
         """Record what is cached of a wish, as an unfinished request of its session would be.
@@ -93,6 +102,12 @@ class GpuCache:
             wish: What has been brought.
             local_tokens: The prefix that was there before: it may be others' as well.
         """
+        try:
+            self._record(wish, local_tokens)
+        except Exception:
+            self._on_fault("recording what was loaded")
+
+    def _record(self, wish: Wish, local_tokens: int) -> None:
         sam, key, now = self._sam, wish.session, time.monotonic()
         session = sam.sessions.get(key)
         if session is not None and session.live:

@@ -339,6 +339,10 @@ class EngineHooks:
         """Record all traffic in a capture from now on."""
         self.traffic = TrafficRecorder(capture, end=self.end_traffic)
 
+    def is_load(self, request: Any) -> bool:
+        """Whether a request is one of ours, which brings what a prefetch has asked for."""
+        return self.remote is not None and request.request_id in self.remote.loads
+
     def end_traffic(self) -> None:
         """Record no more."""
         self.traffic = None

@@ -4,9 +4,15 @@ A load is a request that vLLM schedules like any other whose KV lies in a connec
 instead of a prompt. It allocates blocks, waits for the connector and has them cached; then it is
 taken out before the model could run it. It is never more than a guest: it begins only when no
 request waits and enough unprotected blocks are free, and it is withdrawn if it has not begun.
+
+Loads are taken out between two calls of the scheduler only: in the midst of ``schedule`` one may be
+in no queue, in the midst of ``finish_requests`` it may be next in line. Whoever has to end them at
+any moment, because something has failed, gives them up, and they are taken out at the next one
+that is safe.
 """
 
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -23,6 +29,8 @@ from vllm_agent_hint.pooling.reasons import STORE_LOST_IT
 from vllm_agent_hint.pooling.store import Wish
 from vllm_agent_hint.sessions.intent import SessionKey
 from vllm_agent_hint.settings import Settings
+
+logger = logging.getLogger("vllm.agent_hint")
 
 LOAD_ID_PREFIX: Final = "agent-hint-load-"
 _LOOK_AGAIN_SECONDS: Final = 0.2
@@ -84,7 +92,12 @@ class LoadQueue:
         self._waiting: list[Wish] = []
         self._loads: dict[str, _Load] = {}
         self._abandoned: set[str] = set()
-        """Given up while the connector writes their blocks."""
+        """Taken out while the connector writes their blocks."""
+        self._given_up: set[str] = set()
+        """Nobody's any more, and not taken out yet."""
+        self._unsettled: list[Wish] = []
+        """Of loads that are taken out, until each has been told how it ended."""
+        self._closed_because = ""
         self._ids = itertools.count()
         self._blocked_since: dict[str, float] = {}
         """Requests that wait because a load of ours brings what they need."""
@@ -98,7 +111,11 @@ class LoadQueue:
 
     def __contains__(self, request_id: str) -> bool:
         """Whether a request is one of ours. O(1), on the path of every look-up."""
-        return request_id in self._loads or request_id in self._abandoned
+        return (
+            request_id in self._loads
+            or request_id in self._abandoned
+            or request_id in self._given_up
+        )
 
     @property
     def num_waiting(self) -> int:
@@ -107,7 +124,7 @@ class LoadQueue:
     @property
     def num_loading(self) -> int:
         """Loads that hold blocks, abandoned ones included."""
-        return len(self._loads) + len(self._abandoned)
+        return len(self._loads) + len(self._abandoned) + len(self._given_up)
 
     @property
     def wants_steps(self) -> bool:
@@ -123,6 +140,9 @@ class LoadQueue:
 
     def ask(self, wish: Wish) -> None:
         """See ``Loads``."""
+        if self._closed_because:
+            wish.handle.finish(Outcome(EditStatus.FAILED, reason=self._closed_because))
+            return
         for load in self._loads.values():
             if _is_same(load.content, wish.content):
                 load.wishes.append(wish)
@@ -157,6 +177,31 @@ class LoadQueue:
         for load in list(self._loads.values()):
             self._withdraw(load)
             self._end(load, Outcome.refused(reason))
+            self._unsettled.clear()
+
+    def close(self, reason: str) -> list[Wish]:
+        """Give up every load and let no other one begin. At any moment, and it never fails.
+
+        Returns:
+            The wishes, which have to be told; whoever they call back may fail.
+        """
+        self._closed_because = reason
+        wishes = [*self._waiting, *self._unsettled]
+        for load in self._loads.values():
+            wishes += load.wishes
+        self._given_up.update(self._loads)
+        self._waiting, self._unsettled, self._loads = [], [], {}
+        return wishes
+
+    def end_given_up(self) -> None:
+        """Take out what was given up. Between two calls of the scheduler only."""
+        while self._given_up:
+            request_id = self._given_up.pop()
+            self._abandoned.add(request_id)
+            try:
+                self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+            except Exception:
+                logger.exception("vllm-agent-hint: ending a load failed")
 
     # -- around a step -------------------------------------------------------------------------
 
@@ -172,14 +217,16 @@ class LoadQueue:
     def after_schedule(self) -> None:
         """Withdraw what was let in and has not begun: nothing of ours stays in a queue."""
         for load in list(self._loads.values()):
-            if load.request.status is _WAITS:
+            if load.request.status is _WAITS or load.request.request_id not in self._loads:
                 continue
             self._withdraw(load)
             self._judge(load)
+            self._unsettled.clear()
 
     def freed(self, request_id: str) -> None:
         """Vllm has freed a request's blocks."""
         self._abandoned.discard(request_id)
+        self._given_up.discard(request_id)
 
     def ended(self, request: Any) -> None:
         """Vllm ends a request; if it is one of ours, it does so of its own accord."""
@@ -187,11 +234,14 @@ class LoadQueue:
         if load is None:
             return
         self._abandoned.add(request.request_id)
+        self._unsettled += load.wishes
         if request.status is RequestStatus.FINISHED_ABORTED:
-            self._end(load, Outcome.refused("all requests were aborted"))
-            return
-        self._counters.failures += len(load.wishes)
-        self._end(load, Outcome(EditStatus.FAILED, reason=_FAILED_LOAD))
+            outcome = Outcome.refused("all requests were aborted")
+        else:
+            self._counters.failures += len(load.wishes)
+            outcome = Outcome(EditStatus.FAILED, reason=_FAILED_LOAD)
+        self._end(load, outcome)
+        self._unsettled.clear()
 
     def _take_in(self, now: float) -> None:
         scheduler = self._scheduler
@@ -199,6 +249,8 @@ class LoadQueue:
             request = load.request
             if request.request_id not in scheduler.finished_recving_kv_req_ids:
                 continue
+            if request.request_id not in self._loads:
+                continue  # Given up by somebody who was called back for the one before.
             has_failed = request.request_id in scheduler.failed_recving_kv_req_ids
             _promote(scheduler, request)
             tokens = request.num_computed_tokens
@@ -209,6 +261,7 @@ class LoadQueue:
             if self.on_load is not None:
                 self.on_load(brought, now - load.began_at)
             self._has_come(load, tokens, has_failed=has_failed)
+            self._unsettled.clear()
 
     def _has_come(self, load: _Load, tokens: int, *, has_failed: bool = False) -> None:
         """So many tokens are cached now: each session that wants them records them."""
@@ -302,10 +355,12 @@ class LoadQueue:
         self, request: Any, num_computed_tokens: int, *args: Any, **more: Any
     ) -> Any:
         """As the connector; of a load, never an answer with which the model would run it."""
+        if request.request_id in self._given_up:
+            return None, False
         answer = self._ask_connector(request, num_computed_tokens, *args, **more)
         load = self._loads.get(request.request_id)
         if load is None:
-            if answer[0] is None and (self._loads or self._abandoned):
+            if answer[0] is None and self.num_loading:
                 return self._bounded_wait(request, answer)
             if self._blocked_since:
                 self._blocked_since.pop(request.request_id, None)
@@ -353,6 +408,7 @@ class LoadQueue:
         request_id = load.request.request_id
         self._loads.pop(request_id, None)
         self._abandoned.add(request_id)
+        self._unsettled += load.wishes
         self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def _end(self, load: _Load, outcome: Outcome) -> None:

@@ -74,7 +74,7 @@ class RemoteSessions:
     ) -> None:
         self._scheduler = scheduler
         self._sam = sam
-        self._cache = GpuCache(scheduler.kv_cache_manager, sam)
+        self._cache = GpuCache(scheduler.kv_cache_manager, sam, scheduler.agent_hint.drop_sessions)
         self.reason = ""
         """Why the connector is not used any more; empty while it is."""
         self.counters = PoolingCounters()
@@ -168,7 +168,13 @@ class RemoteSessions:
 
     def knows(self, key: SessionKey) -> bool:
         """Whether something of a session lies elsewhere, though it may never have been here."""
-        return not self.reason and self.spm is not None and self.spm.knows(key)
+        if self.reason or self.spm is None:
+            return False
+        try:
+            return self.spm.knows(key)
+        except Exception:
+            self.drop("asking whether a session is known")
+            return False
 
     def _start(self, start: Callable[[], OperationHandle]) -> OperationHandle:
         if self.reason:
@@ -224,9 +230,18 @@ class RemoteSessions:
         """Vllm has freed a request's blocks."""
         self.loads.freed(request_id)
 
-    @_outlives_pooling
     def before_schedule(self) -> None:
         """On the path of every step of an engine with a KV connector."""
+        self._prepare_step()
+        self.loads.end_given_up()
+
+    def after_schedule(self) -> None:
+        """The same, once vLLM has scheduled."""
+        self._look_at_step()
+        self.loads.end_given_up()
+
+    @_outlives_pooling
+    def _prepare_step(self) -> None:
         now = time.monotonic()
         if self.spm is not None:
             self.spm.now = now
@@ -237,8 +252,7 @@ class RemoteSessions:
             self.spm.step(now)
 
     @_outlives_pooling
-    def after_schedule(self) -> None:
-        """The same, once vLLM has scheduled."""
+    def _look_at_step(self) -> None:
         self.loads.after_schedule()
 
     @_outlives_pooling
@@ -294,13 +308,17 @@ class RemoteSessions:
                 "offload": taken.saved_tokens * self._cache.bytes_per_token,
                 "prefetch": taken.loaded_tokens * self._cache.bytes_per_token,
             },
-            "queue_seconds": taken.queue_seconds,
+            "queue_seconds": list(taken.queue_seconds),
             "transfer_seconds": [list(one) for one in taken.transfer_seconds],
         }
 
-    @_outlives_pooling
     def pause_changed(self, *, is_paused: bool) -> None:
         """Before vLLM pauses: no load may hold a block then."""
+        self._note_pause(is_paused=is_paused)
+        self.loads.end_given_up()
+
+    @_outlives_pooling
+    def _note_pause(self, *, is_paused: bool) -> None:
         self.loads.is_paused = is_paused
         if is_paused:
             self._set_time()
@@ -322,22 +340,33 @@ class RemoteSessions:
         return self.spm is not None and self.spm.wants_steps
 
     def drop(self, where: str) -> None:
-        """Go on without the connector: sessions are local from now on."""
+        """Go on without the connector: sessions are local from now on.
+
+        At any moment, in the midst of what the scheduler does, too: see ``LoadQueue``.
+        """
         logger.exception(
             "vllm-agent-hint: %s failed; sessions go on without the KV connector", where
         )
         self.reason = f"{where} failed, see the server's log"
-        try:
-            # First, so that what waits behind an operation that ends now does not begin.
-            if self.spm is not None:
-                self.spm.abandon(self.reason)
-            self._abort_all_prefetches(self.reason)
-        except Exception:
-            logger.exception("vllm-agent-hint: giving up loads failed")
+        wishes = self.loads.close(self.reason)
+        # What waits behind others first, so that it does not begin when those end.
+        if self.spm is not None:
+            _try_to(self.spm.abandon, self.reason)
+        _try_to(self.own_prompts.abort_all, self.reason)
+        for wish in wishes:
+            _try_to(wish.handle.finish, Outcome.refused(self.reason))
 
     def _set_time(self) -> None:
         if self.spm is not None:
             self.spm.now = time.monotonic()
+
+
+def _try_to(give_up: Callable[P, object], /, *args: P.args, **kwargs: P.kwargs) -> None:
+    """Whoever is called back may fail, too, and the others have to be told all the same."""
+    try:
+        give_up(*args, **kwargs)
+    except Exception:
+        logger.exception("vllm-agent-hint: giving up what waits for the KV connector failed")
 
 
 def why_no_remote(scheduler: Any, settings: Settings) -> str:

@@ -44,7 +44,7 @@ class AgentSchedulerMixin:
         arrived = self.agent_hint.take_hint(request)
         super().add_request(request, *args, **kwargs)  # type: ignore[misc]
         traffic = self.agent_hint.traffic
-        if traffic is not None and not is_known:
+        if traffic is not None and not is_known and not self.agent_hint.is_load(request):
             traffic.request_added(request, arrived)
         if is_known:
             return

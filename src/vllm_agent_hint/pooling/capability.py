@@ -8,13 +8,17 @@ gives the same meaning to what the connector can do.
 """
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Final, Protocol, Self, runtime_checkable
 
 from vllm_agent_hint.hints import EditStatus
 from vllm_agent_hint.sessions.intent import SessionKey
+
+MAX_TIMES: Final = 1_000
+"""Times of a kind kept for a report; the oldest go where nobody asks for one."""
 
 
 class Operation(StrEnum):
@@ -225,9 +229,11 @@ class PoolingCounters:
     """Transfers that failed."""
     back_pressure: int = 0
     """Transfers that the store had no room for."""
-    queue_seconds: list[float] = field(default_factory=list)
+    queue_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMES))
     """From the wish for a prefetch until it could begin."""
-    transfer_seconds: list[tuple[str, float]] = field(default_factory=list)
+    transfer_seconds: deque[tuple[str, float]] = field(
+        default_factory=lambda: deque(maxlen=MAX_TIMES)
+    )
     """``(operation, seconds)`` from its begin to its end."""
 
     def take(self) -> Self:

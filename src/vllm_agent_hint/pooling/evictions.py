@@ -67,7 +67,10 @@ class Evictions:
         for content in kept:
             if content.hashes:
                 tracker.register(session, content, found.keep_until, at_most=len(contents))
-        if session in tracker:
+        left = tracker.get(session)
+        if left is not None:
+            # What the store was told of it still stands, and has to be taken back some day.
+            left.claim = found.claim
             tracker.set_origin(session, found.origin)
             self._announcements.note_in_manifest(session)
         else:

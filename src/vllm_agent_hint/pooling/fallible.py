@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from vllm_agent_hint.pooling.capability import Content, Operation, PoolingCounters
 from vllm_agent_hint.pooling.claims import Claim
-from vllm_agent_hint.pooling.manifest import SessionManifest
+from vllm_agent_hint.pooling.manifest import IncompatibleError, Page, SessionManifest
 from vllm_agent_hint.pooling.store import Store
 from vllm_agent_hint.sessions.intent import SessionKey
 
@@ -30,7 +30,7 @@ class FallibleStore:
 
     @property
     def manifest(self) -> SessionManifest | None:
-        """See ``Store``; whoever reads it sees its own errors."""
+        """See ``Store``; whoever asks it directly sees its own errors."""
         return self._store.manifest
 
     def why_not(self, operation: Operation) -> str:
@@ -67,14 +67,39 @@ class FallibleStore:
         if self.manifest is not None:
             self._ask(self.manifest.write, session, list(contents), ttl, otherwise=None)
 
+    def has_page(self, session: SessionKey) -> bool:
+        """Whether the manifest, if there is one, names a session; False where it can't tell."""
+        if self.manifest is None:
+            return False
+        return self._ask(self.manifest.holds, session, otherwise=False)
+
+    def read_page(self, session: SessionKey) -> Page | None:
+        """What the manifest, if there is one, says of a session; None if it can't be read.
+
+        Raises:
+            IncompatibleError: It is of no use to this server.
+        """
+        if self.manifest is None:
+            return None
+        return self._ask(self.manifest.read, session, otherwise=None, but=(IncompatibleError,))
+
     def forget_page(self, session: SessionKey) -> None:
         """Take a session out of the manifest, if there is one."""
         if self.manifest is not None:
             self._ask(self.manifest.forget, session, otherwise=None)
 
-    def _ask(self, call: Callable[..., T], *args: object, otherwise: T) -> T:
+    def _ask(
+        self,
+        call: Callable[..., T],
+        *args: object,
+        otherwise: T,
+        but: tuple[type[Exception], ...] = (),
+    ) -> T:
+        """An error that is an answer, one of ``but``, is none of the store's faults."""
         try:
             return call(*args)
+        except but:
+            raise
         except Exception:
             self._counters.failures += 1
             if not self._has_named_fault:

@@ -50,10 +50,7 @@ class Hearsay:
 
     def knows(self, session: SessionKey) -> bool:
         """Whether a session has registered anything, here or with another server."""
-        manifest = self._books.store.manifest
-        if session in self._books.tracker:
-            return True
-        return manifest is not None and manifest.holds(session)
+        return session in self._books.tracker or self._books.store.has_page(session)
 
     def look_up(self, content: Content) -> Found:
         """As much of a context as is anywhere. O(hashes): some microseconds for each."""
@@ -111,11 +108,8 @@ class Hearsay:
 
     def _page_of(self, session: SessionKey) -> tuple[Page | None, str]:
         """What another server has noted of a session, or why there is nothing."""
-        manifest = self._books.store.manifest
-        if manifest is None:
-            return None, NOTHING_RECORDED
         try:
-            page = manifest.read(session)
+            page = self._books.store.read_page(session)
         except IncompatibleError as error:
             return None, f"incompatible: {error}"
         return page, NOTHING_RECORDED

@@ -8,11 +8,12 @@ from typing import Final
 from vllm_agent_hint.pooling.announcements import Announcements
 from vllm_agent_hint.pooling.books import Books
 from vllm_agent_hint.pooling.capability import Content, Operation
+from vllm_agent_hint.pooling.claims import Claim
 from vllm_agent_hint.pooling.tracker import Origin, Registration
 from vllm_agent_hint.sessions.intent import SessionKey
 
 SLICE_HASHES: Final = 4_096  # A power of two: no chunk of a store that spans several is cut.
-"""Refreshed in one go; the rest follows soon after."""
+"""Refreshed or let go of in one go; the rest follows soon after. One session at least is let go."""
 SLICE_PAUSE_SECONDS: Final = 0.05
 
 _Piece = tuple[SessionKey, Content, int]
@@ -61,6 +62,10 @@ class KeepAlive:
         left = SLICE_HASHES
         while self._pieces or self._to_come:
             if not self._pieces:
+                to_end = self._num_to_end(self._to_come[-1], now)
+                if to_end > left and left < SLICE_HASHES:
+                    break
+                left -= to_end
                 self._pieces.extend(self._pieces_of(self._to_come.pop(), now))
                 continue
             session, content, begin = self._pieces[0]
@@ -77,6 +82,15 @@ class KeepAlive:
             self.next_at = now + self._books.settings.keep_alive_seconds
         else:
             self.next_at = math.inf
+
+    def _num_to_end(self, session: SessionKey, now: float) -> int:
+        """How many hashes the store has to be told of, because a session's time is over."""
+        found = self._books.tracker.get(session)
+        if found is None or found.keep_until > now:
+            return 0
+        if found.claim is Claim.ORDINARY and found.origin is Origin.RUN:
+            return 0
+        return sum(len(content.hashes) for content in found.contents)
 
     def _pieces_of(self, session: SessionKey, now: float) -> Iterator[_Piece]:
         """All that is to be refreshed of a session; nothing once its time is over."""

@@ -1,6 +1,6 @@
 """Where the pages of a manifest lie."""
 
-import os
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
@@ -45,9 +45,14 @@ class PagesInDirectory:
         """See ``Pages``. Whole or not at all, whoever reads it meanwhile."""
         path = self._path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        aside.write_bytes(page)
-        aside.replace(path)
+        # No process id: in two containers it may be the same.
+        aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        try:
+            aside.write_bytes(page)
+            aside.replace(path)
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
         self._forget_old_pages()
 
     def get(self, name: str) -> bytes:
@@ -56,7 +61,10 @@ class PagesInDirectory:
 
     def holds(self, name: str) -> bool:
         """See ``Pages``."""
-        return self._path(name).exists()
+        try:
+            return self._path(name).exists()
+        except OSError:
+            return False
 
     def delete(self, name: str) -> None:
         """See ``Pages``."""
@@ -66,9 +74,10 @@ class PagesInDirectory:
         return self._folder / f"{name}{_SUFFIX}"
 
     def _forget_old_pages(self) -> None:
-        """Once in a while the directory loses pages of which nobody has heard for a day."""
+        """Once in a while the directory loses pages of which nobody has heard for a day, and what
+        servers that have died were writing."""
         if self._wall_clock() % 64 > 1:
             return
-        for path in self._folder.glob(f"*{_SUFFIX}"):
+        for path in (*self._folder.glob(f"*{_SUFFIX}"), *self._folder.glob(f".*{_SUFFIX}.*")):
             if path.stat().st_mtime < self._wall_clock() - _KEPT_SECONDS:
                 path.unlink(missing_ok=True)

@@ -91,7 +91,12 @@ class Saves:
             if is_busy and not is_late:
                 continue
             self._open.remove(save)
-            self._end(save, is_late=is_busy)
+            try:
+                self._end(save, is_late=is_busy)
+            except Exception:
+                # Nobody else knows of it any more.
+                save.handle.finish(Outcome(EditStatus.FAILED, reason="its end failed, see the log"))
+                raise
 
     def abandon(self, reason: str) -> None:
         """The store is not used any more."""

@@ -111,7 +111,7 @@ class OffloadingStore:
 
     def _note_states(self, save_id: str, config: Any, content: Content, ids: Sequence[int]) -> None:
         step = config.tokens_per_block // content.tokens_per_hash
-        self._states[save_id] = [
+        self._states.setdefault(save_id, []).extend(
             (
                 config.group_idx,
                 block_id,
@@ -120,7 +120,7 @@ class OffloadingStore:
             )
             for k, block_id in enumerate(ids)
             if block_id
-        ]
+        )
 
     def _build_meta_with_ours(self, scheduler_output: Any) -> Any:
         """As the connector, which stores what requests have left until a step after their end."""
