@@ -153,6 +153,34 @@ def test_an_expiry_that_another_prompt_of_the_session_has_interrupted_goes_on() 
     check_invariants(engine.sam, engine.port, engine.settings)
 
 
+def test_an_expiry_that_goes_on_beside_a_request_stops_for_the_next_one() -> None:
+    """The next one may go on with the very prompt of which the first wants nothing."""
+    engine = slow_engine()
+    main = engine.arrive(SessionIntent(A, protections=(Protection(300.0),)))
+    title = engine.arrive(SessionIntent(A, protections=(Protection(2.0),)))
+    assert main is not None
+    assert title is not None
+    engine.run(main, "main")
+    engine.run(title, "title writer")
+    engine.end(main)
+    engine.end(title)
+    engine.now += 4.0
+    engine.step()
+    beside = engine.arrive(SessionIntent(A))
+    assert beside is not None
+    engine.run(beside, "main goes on")
+    engine.step()
+    left = engine.sam.num_records
+    assert len("main") < left < len("main" + "title writer"), "it is half done"
+    waits = engine.arrive(SessionIntent(A))
+    assert waits is not None
+    check_invariants(engine.sam, engine.port, engine.settings)
+    engine.tick_to_the_end()
+    assert engine.sam.num_records == left
+    engine.run(waits, "title writer")
+    assert waits.live.nearest is not None
+
+
 def test_an_expiry_that_a_request_has_interrupted_and_then_failed_goes_on() -> None:
     engine = slow_engine()
     engine.turn(A, "abcdef", ttl=2.0)

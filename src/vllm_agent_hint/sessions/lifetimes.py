@@ -55,10 +55,14 @@ class Lifetimes:
         """A request of the session is alive: nothing of it falls due."""
         self._books.standing.leave(session)
         session.idle.disarm()
+        self.stop_expiring(session)
+        for lease in session.leases:
+            lease.disarm()
+
+    def stop_expiring(self, session: Session) -> None:
+        """A request has come that may go on with any prompt of the session, while others run."""
         for lineage in session.lineages:
             self._books.releases.interrupt(lineage)
-            for lease in lineage.leases:
-                lease.disarm()
 
     def resume(self, session: Session, now: float) -> None:
         """No request of the session is alive any more: its leases run."""
