@@ -86,7 +86,7 @@ def check_records(scheduler: Any) -> None:
 def check_protections(scheduler: Any) -> None:
     """A block carries the latest deadline of its owners; it never rises along a chain.
 
-    What an edit takes from an owner counts until its slice has come: an heir may be about to get it.
+    What an edit takes from an owner counts until its slice has come: an heir may get it then.
     """
     sam = scheduler.agent_hint.sam
     blocks = scheduler.kv_cache_manager.block_pool.blocks

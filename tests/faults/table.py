@@ -549,6 +549,15 @@ FAULTS: Final = (
         tests=("unit/test_sessions.py",),
     ),
     Fault(
+        "a lease that an evicted range takes along is not missed",
+        breaks="a session without a request and a lease ends one day",
+        file="sessions/edits.py",
+        old="                if lineage.leases:\n                    # It may",
+        new="                lineage.end_leases()\n                if lineage.leases:\n"
+        "                    # It may",
+        tests=("unit/test_ranges.py",),
+    ),
+    Fault(
         "what expires goes on expiring when another request of its session arrives",
         breaks="what a request may go on with does not expire",
         file="sessions/manager.py",

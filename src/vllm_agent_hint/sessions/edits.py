@@ -167,7 +167,7 @@ class Edits:
             release = Release(
                 lineage,
                 self._books.policy.evicted,
-                partial(self._range_is_gone, lineage, eviction),
+                partial(self._range_is_gone, lineage, eviction, now),
                 estate=estate,
                 on_slice=eviction.count,
             )
@@ -177,13 +177,16 @@ class Edits:
         if not session.live:
             self._lifetimes.resume(session, now)
 
-    def _range_is_gone(self, lineage: Lineage, eviction: Eviction) -> None:
+    def _range_is_gone(self, lineage: Lineage, eviction: Eviction, since: float) -> None:
         session = lineage.session
         if not len(lineage):
             lineage.base_tokens = 0
             if len(session.lineages) > 1 and lineage in session.lineages:
-                lineage.end_leases()
-                session.lineages.remove(lineage)
+                if lineage.leases:
+                    # It may have had the only lease of its session.
+                    self._lifetimes.settle_without_records(lineage, since)
+                else:
+                    session.lineages.remove(lineage)
         if not session.num_records:
             self._books.standing.leave(session)
         eviction.close()
