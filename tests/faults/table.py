@@ -552,9 +552,8 @@ FAULTS: Final = (
         "a lease that an evicted range takes along is not missed",
         breaks="a session without a request and a lease ends one day",
         file="sessions/edits.py",
-        old="                if lineage.leases:\n                    # It may",
-        new="                lineage.end_leases()\n                if lineage.leases:\n"
-        "                    # It may",
+        old="                if was_leased:\n",
+        new="                if was_leased and False:\n",
         tests=("unit/test_ranges.py",),
     ),
     Fault(

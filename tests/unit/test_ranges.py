@@ -93,6 +93,8 @@ def test_a_session_whose_only_lease_an_evicted_range_takes_along_ends_one_day() 
     engine.turn(A, "title", ttl=60.0)
     evict(engine, 1, 2)
     assert engine.sam.num_leases == 0
+    without_a_lease = engine.sam.standing.in_order(engine.now, leased=False)
+    assert next(without_a_lease, None) is engine.sam.sessions[A]
     engine.wait(98.0)
     assert engine.sam.num_records == 1
     engine.wait(4.0)

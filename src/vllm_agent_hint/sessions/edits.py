@@ -123,7 +123,7 @@ class Edits:
             return "a request of the session is alive"
         if edit.has_range:
             assert edit.end_token is not None
-            for lineage in session.lineages:
+            for lineage in tuple(session.lineages):
                 self._books.releases.finish_edit(lineage)
                 self._books.ledger.release_range(lineage, edit.start_token, edit.end_token)
             done()
@@ -182,11 +182,11 @@ class Edits:
         if not len(lineage):
             lineage.base_tokens = 0
             if len(session.lineages) > 1 and lineage in session.lineages:
-                if lineage.leases:
-                    # It may have had the only lease of its session.
-                    self._lifetimes.settle_without_records(lineage, since)
-                else:
-                    session.lineages.remove(lineage)
+                was_leased = bool(lineage.leases)
+                lineage.end_leases()
+                session.lineages.remove(lineage)
+                if was_leased:
+                    self._lifetimes.lease_has_gone(session, since)
         if not session.num_records:
             self._books.standing.leave(session)
         eviction.close()

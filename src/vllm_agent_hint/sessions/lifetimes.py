@@ -101,7 +101,8 @@ class Lifetimes:
         del self._books.sessions[session.key]
         self._books.heirs.forget(session)
         session.idle.disarm()
-        for lineage in session.lineages:
+        # An edit of one that comes to its end takes an empty one out of the list.
+        for lineage in tuple(session.lineages):
             self._books.releases.let_go(lineage, placement=placement)
         for live in session.live:
             if live.held is not None:
@@ -196,9 +197,18 @@ class Lifetimes:
         lineage.base_tokens = 0
         if len(session.lineages) > 1:
             session.lineages.remove(lineage)
+        self._rest_without_lease(session, ended_at)
+
+    def lease_has_gone(self, session: Session, since: float) -> None:
+        """A lease has ended before its time; it may have been the session's last."""
+        if not session.is_freed:
+            self._books.standing.stand_again(session)
+        self._rest_without_lease(session, since)
+
+    def _rest_without_lease(self, session: Session, since: float) -> None:
         if session.is_freed or session.is_busy:
             return
         session.idle.disarm()
         parent = session.parent
-        self._rest(session, ended_at)
+        self._rest(session, since)
         self.child_rests(parent)
