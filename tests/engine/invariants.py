@@ -84,7 +84,10 @@ def check_records(scheduler: Any) -> None:
 
 
 def check_protections(scheduler: Any) -> None:
-    """A block carries the latest deadline of its owners; it never rises along a chain."""
+    """A block carries the latest deadline of its owners; it never rises along a chain.
+
+    What an edit takes from an owner counts until its slice has come: an heir may get it then.
+    """
     sam = scheduler.agent_hint.sam
     blocks = scheduler.kv_cache_manager.block_pool.blocks
     for lineage in lineages(sam):
@@ -97,7 +100,10 @@ def check_protections(scheduler: Any) -> None:
         for position, block_id in enumerate(chain.block_ids):
             if block_id == LOST:
                 continue
-            deadline = sam.ledger._deadline_at(chain, chain.logical_index(position))
+            deadline = max(
+                sam.ledger._deadline_at(chain, chain.logical_index(position)),
+                _owed_to_heirs(sam, chain, position),
+            )
             wanted[block_id] = max(wanted.get(block_id, 0.0), deadline)
             # A request may arrive while what has expired is being let go: it stops that.
             was_interrupted = not lineage.leases and lineage.session.live
@@ -108,6 +114,13 @@ def check_protections(scheduler: Any) -> None:
         assert carried == deadline or (
             carried > deadline and carried in expiring.get(block_id, ())
         ), f"block {block_id} carries {carried}, its owners give it {deadline}"
+
+
+def _owed_to_heirs(sam: Any, chain: Chain, position: int) -> float:
+    """The deadline that an edit is taking from a block and has not handed over yet; 0.0 if none."""
+    start = chain.logical_index(position) * sam.ledger.layouts[chain.group].block_size
+    bequest = chain.lineage.bequest
+    return max((d for end, d in bequest if end is None or start < end), default=0.0)
 
 
 def check_standing(sam: Any) -> None:

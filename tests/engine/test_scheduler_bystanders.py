@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.engine.invariants import check_invariants
-from tests.engine.rig import KINDS, Engine, hinted, make_scheduler, prompt
+from tests.engine.rig import KINDS, Clock, Engine, hinted, make_scheduler, prompt
+from vllm_agent_hint.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -126,3 +127,24 @@ def test_more_room_can_lower_a_hit_in_stock_vllm() -> None:
         return found
 
     assert any(more < less for less, more in zip(later_hits(20), later_hits(24), strict=True))
+
+
+def test_a_strangers_prefix_stays_protected_between_the_slices_of_an_evict() -> None:
+    """Another session that shares it lets go meanwhile; the heir has not got its block yet."""
+    settings = Settings(release_slice=1, protected_share=1.0)
+    with Clock() as clock:
+        engine = Engine(make_scheduler(plugged=True, num_blocks=128, settings=settings))
+        shared = prompt(0, 32)
+        engine.serve(shared + prompt(1, 400), hint=hinted("evicted", 60.0))
+        engine.serve(shared + prompt(2, 16), hint=hinted("beside", 300.0))
+        engine.serve(shared + prompt(3, 16))
+        engine.call("edit", session_id="evicted", edits=[{"type": "evict"}])
+        engine.add(shared + prompt(2, 16), hint=hinted("beside", 0.0))
+        while engine.scheduler.has_unfinished_requests():
+            engine.step()
+            check_invariants(engine.scheduler)
+        assert len(engine.sam.releases), "the evict is not done yet"
+        engine.run()
+        check_invariants(engine.scheduler)
+        deadlines = {engine.pool.blocks[i]._ttl_expire_at for i in engine.cached_ids(shared)}
+        assert deadlines == {clock.now + 60.0}

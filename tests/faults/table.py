@@ -544,11 +544,25 @@ FAULTS: Final = (
         "leases run while a request is alive",
         breaks="while a request of the lineage is alive its lease can't expire",
         file="sessions/lifetimes.py",
-        old="            self._books.releases.interrupt(lineage)\n"
-        "            for lease in lineage.leases:\n"
-        "                lease.disarm()\n",
-        new="            self._books.releases.interrupt(lineage)\n",
+        old="        for lease in session.leases:\n            lease.disarm()\n\n    def stop",
+        new="\n    def stop",
         tests=("unit/test_sessions.py",),
+    ),
+    Fault(
+        "a lease that an evicted range takes along is not missed",
+        breaks="a session without a request and a lease ends one day",
+        file="sessions/edits.py",
+        old="                if was_leased:\n",
+        new="                if was_leased and False:\n",
+        tests=("unit/test_ranges.py",),
+    ),
+    Fault(
+        "what expires goes on expiring when another request of its session arrives",
+        breaks="what a request may go on with does not expire",
+        file="sessions/manager.py",
+        old="            self._lifetimes.stop_expiring(session)\n",
+        new="            pass\n",
+        tests=("unit/test_releases.py",),
     ),
     Fault(
         "a leader's lease ends although a worker runs",

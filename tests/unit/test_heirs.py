@@ -5,7 +5,8 @@ import pytest
 from tests.unit.naive_sam import check_marks
 from tests.unit.plain_engine import EVICT, PAGE, PlainEngine
 from tests.unit.session_invariants import check_invariants
-from vllm_agent_hint.sessions.intent import Protection, SessionKey
+from vllm_agent_hint.hints import EditType
+from vllm_agent_hint.sessions.intent import Edit, Protection, SessionKey
 from vllm_agent_hint.settings import Settings
 
 A = SessionKey("", None, "a")
@@ -61,6 +62,23 @@ def test_an_heir_of_the_same_context_is_prolonged_and_not_doubled(engine: PlainE
         engine.evict(A)
     assert engine.sam.num_heirs == 1
     assert [engine.port.blocks[i].deadline - engine.now for i in (1, 2, 3)] == [60.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [(300.0, 60.0), (60.0, 300.0)], ids=["shorter", "longer"]
+)
+def test_an_heir_keeps_the_longer_lease_whole_whichever_comes_first(
+    engine: PlainEngine, first: float, second: float
+) -> None:
+    """Its time to live is that of the lease whose deadline it has."""
+    for ttl in (first, second):
+        engine.turn(A, "xyz", ttl=ttl)
+        engine.serve_outsider([1, 2, 3])
+        engine.evict(A)
+    (heir,) = (session for session in engine.sam.sessions.values() if session.is_heir)
+    (lease,) = heir.leases
+    assert (lease.ttl, lease.deadline) == (300.0, engine.now + 300.0)
+    check_marks(engine.port, engine.naive)
 
 
 def test_a_block_needs_no_heir_for_what_another_prompt_of_its_session_was_kept_for(
@@ -159,3 +177,26 @@ def test_what_a_stranger_uses_is_kept_when_another_lets_go_of_it_between_two_sli
     slow_engine.tick_to_the_end()
     assert seconds_left(slow_engine, of_y) == 60.0
     check_invariants(slow_engine.sam, slow_engine.port, slow_engine.settings)
+
+
+def test_an_heir_that_outlasts_an_evicted_context_is_not_asked_to_go_on(
+    slow_engine: PlainEngine,
+) -> None:
+    """Also while a third session, which gave the block most, is between two slices of an evict."""
+    slow_engine.turn(A, "xy", ttl=200.0)
+    of_y = slow_engine.blocks_of(A)[1]
+    slow_engine.serve_outsider([of_y])
+    slow_engine.sam.start_edits(A, [EVICT], slow_engine.now, lambda _: None)
+    slow_engine.tick_to_the_end()
+    (heir,) = (session for session in slow_engine.sam.sessions.values() if session.is_heir)
+    slow_engine.turn(B, "xy", ttl=60.0)
+    slow_engine.turn(C, "xyzabcdefghi", ttl=300.0)
+    whole = Edit(EditType.EVICT, 0, 2 * PAGE)
+    for key, edit in ((C, EVICT), (B, whole), (B, EVICT)):
+        # The second edit on B brings the first to its end, before it is its turn.
+        slow_engine.sam.start_edits(key, [edit], slow_engine.now, lambda _: None)
+    assert len(slow_engine.sam.releases)
+    (lease,) = heir.leases
+    assert lease.deadline <= slow_engine.now + lease.ttl
+    slow_engine.tick_to_the_end()
+    assert seconds_left(slow_engine, of_y) == 300.0

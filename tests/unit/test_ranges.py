@@ -72,6 +72,37 @@ def test_evict_of_a_range_at_the_start_ends_the_whole_context(engine: PlainEngin
     assert A in engine.sam.sessions
 
 
+def test_a_prompt_of_which_an_evicted_range_leaves_nothing_takes_its_lease_along() -> None:
+    """The bound on records left no room for the second prompt: it has a lease, and no block."""
+    engine = PlainEngine(settings=Settings(max_records=len("main")))
+    engine.turn(A, "main", ttl=60.0)
+    engine.turn(A, "title", ttl=60.0)
+    assert [len(lineage) for lineage in engine.sam.sessions[A].lineages] == [4, 0]
+    evict(engine, 1, 2)
+    assert engine.sam.num_leases == 1
+    engine.wait(61.0)
+    assert engine.sam.num_leases == 0
+    assert engine.sam.num_records == 0
+
+
+def test_a_session_whose_only_lease_an_evicted_range_takes_along_ends_one_day() -> None:
+    """The lease was that of a prompt without a block; what is left has none."""
+    settings = Settings(max_records=len("main"), associated_seconds=100.0, idle_seconds=600.0)
+    engine = PlainEngine(settings=settings)
+    engine.turn(A, "main", ttl=0.0)
+    engine.turn(A, "title", ttl=60.0)
+    evict(engine, 1, 2)
+    assert engine.sam.num_leases == 0
+    without_a_lease = engine.sam.standing.in_order(engine.now, leased=False)
+    assert next(without_a_lease, None) is engine.sam.sessions[A]
+    engine.wait(98.0)
+    assert engine.sam.num_records == 1
+    engine.wait(4.0)
+    assert engine.sam.num_records == 0
+    engine.wait(600.0)
+    assert A not in engine.sam.sessions
+
+
 def test_a_range_that_reaches_too_far_is_partial(engine: PlainEngine) -> None:
     engine.turn(A, "xyz", ttl=60.0)
     result = evict(engine, 1, 9)

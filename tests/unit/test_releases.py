@@ -6,6 +6,7 @@ from tests.unit.plain_engine import EVICT, PAGE, PlainEngine
 from tests.unit.session_invariants import check_invariants, check_nothing_left
 from vllm_agent_hint.hints import EditResult, EditStatus, EditType
 from vllm_agent_hint.sessions.intent import Edit, Protection, SessionIntent, SessionKey
+from vllm_agent_hint.sessions.lineage import LOST
 from vllm_agent_hint.settings import Settings
 
 BIG = SessionKey("", None, "big")
@@ -153,6 +154,34 @@ def test_an_expiry_that_another_prompt_of_the_session_has_interrupted_goes_on() 
     check_invariants(engine.sam, engine.port, engine.settings)
 
 
+def test_an_expiry_that_goes_on_beside_a_request_stops_for_the_next_one() -> None:
+    """The next one may go on with the very prompt of which the first wants nothing."""
+    engine = slow_engine()
+    main = engine.arrive(SessionIntent(A, protections=(Protection(300.0),)))
+    title = engine.arrive(SessionIntent(A, protections=(Protection(2.0),)))
+    assert main is not None
+    assert title is not None
+    engine.run(main, "main")
+    engine.run(title, "title writer")
+    engine.end(main)
+    engine.end(title)
+    engine.now += 4.0
+    engine.step()
+    beside = engine.arrive(SessionIntent(A))
+    assert beside is not None
+    engine.run(beside, "main goes on")
+    engine.step()
+    left = engine.sam.num_records
+    assert len("main") < left < len("main" + "title writer"), "it is half done"
+    waits = engine.arrive(SessionIntent(A))
+    assert waits is not None
+    check_invariants(engine.sam, engine.port, engine.settings)
+    engine.tick_to_the_end()
+    assert engine.sam.num_records == left
+    engine.run(waits, "title writer")
+    assert waits.live.nearest is not None
+
+
 def test_an_expiry_that_a_request_has_interrupted_and_then_failed_goes_on() -> None:
     engine = slow_engine()
     engine.turn(A, "abcdef", ttl=2.0)
@@ -162,6 +191,39 @@ def test_an_expiry_that_a_request_has_interrupted_and_then_failed_goes_on() -> N
     engine.end(request, succeeds=False)
     engine.tick_to_the_end()
     assert engine.port.num_retained_blocks == 0
+
+
+def session_with_an_empty_prompt_before_another() -> PlainEngine:
+    """An evict of a range of it waits behind another session's.
+
+    The bound on records left no room for the title, and the agent has gone on since.
+    """
+    engine = slow_engine(max_records=20 + len("main"), protected_share=1.0)
+    engine.turn(BIG, [f"b{i}" for i in range(20)], ttl=60.0)
+    for pages in ("main", "title", "main"):
+        engine.turn(A, pages, ttl=60.0)
+    assert [len(lineage) for lineage in engine.sam.sessions[A].lineages] == [0, 4]
+    start(engine, BIG)
+    start(engine, A, Edit(EditType.EVICT, PAGE, 2 * PAGE))
+    return engine
+
+
+def test_a_session_freed_before_a_slice_of_a_range_evict_leaves_nothing() -> None:
+    engine = session_with_an_empty_prompt_before_another()
+    engine.free_session(A)
+    engine.tick_to_the_end()
+    engine.free_session(BIG)
+    engine.tick_to_the_end()
+    check_nothing_left(engine.sam, engine.port)
+
+
+def test_an_offload_before_a_slice_of_a_range_evict_lets_go_of_what_it_has_saved() -> None:
+    engine = session_with_an_empty_prompt_before_another()
+    saved = Edit(EditType.OFFLOAD, 0, PAGE)
+    assert engine.sam.release_offloaded(A, saved, engine.now, lambda: None) == ""
+    engine.tick_to_the_end()
+    assert engine.blocks_of(A) == [LOST]
+    check_invariants(engine.sam, engine.port, engine.settings)
 
 
 @pytest.mark.parametrize("edit", [EVICT, Edit(EditType.EVICT, PAGE, 9 * PAGE)])

@@ -123,7 +123,7 @@ class Edits:
             return "a request of the session is alive"
         if edit.has_range:
             assert edit.end_token is not None
-            for lineage in session.lineages:
+            for lineage in tuple(session.lineages):
                 self._books.releases.finish_edit(lineage)
                 self._books.ledger.release_range(lineage, edit.start_token, edit.end_token)
             done()
@@ -167,7 +167,7 @@ class Edits:
             release = Release(
                 lineage,
                 self._books.policy.evicted,
-                partial(self._range_is_gone, lineage, eviction),
+                partial(self._range_is_gone, lineage, eviction, now),
                 estate=estate,
                 on_slice=eviction.count,
             )
@@ -177,13 +177,16 @@ class Edits:
         if not session.live:
             self._lifetimes.resume(session, now)
 
-    def _range_is_gone(self, lineage: Lineage, eviction: Eviction) -> None:
+    def _range_is_gone(self, lineage: Lineage, eviction: Eviction, since: float) -> None:
         session = lineage.session
         if not len(lineage):
             lineage.base_tokens = 0
             if len(session.lineages) > 1 and lineage in session.lineages:
+                was_leased = bool(lineage.leases)
                 lineage.end_leases()
                 session.lineages.remove(lineage)
+                if was_leased:
+                    self._lifetimes.lease_has_gone(session, since)
         if not session.num_records:
             self._books.standing.leave(session)
         eviction.close()

@@ -142,15 +142,18 @@ class Heirs:
         return max(heirs, key=lambda heir: (heir.lineage.deadline, heir.key), default=None)
 
     def _prolong(self, heir: Session, estate: Estate) -> None:
-        """Let an heir protect what it has for as long as another lease would have run."""
+        """Let an heir protect what it has for as long as another lease would have run.
+
+        Its own ends before that: else it would have protected the block as well, and nobody have
+        been needed.
+        """
         assert estate.whole_lease is not None
         ttl, until = estate.whole_lease
         lineage = heir.lineage
-        deadline = max(until, lineage.deadline)
         heir.idle.disarm()
         lineage.end_leases()
         lineage.trim_to = None
-        lineage.leases = [Lease(lineage, ttl, None, deadline)]
+        lineage.leases = [Lease(lineage, ttl, None, until)]
         self._ledger.write_deadlines(lineage)
         self._agenda.arm_leases(lineage)
 

@@ -70,10 +70,14 @@ class Lifetimes:
         """A request of the session is alive: nothing of it falls due."""
         self._books.standing.leave(session)
         session.idle.disarm()
+        self.stop_expiring(session)
+        for lease in session.leases:
+            lease.disarm()
+
+    def stop_expiring(self, session: Session) -> None:
+        """A request has come that may go on with any prompt of the session, while others run."""
         for lineage in session.lineages:
             self._books.releases.interrupt(lineage)
-            for lease in lineage.leases:
-                lease.disarm()
 
     def resume(self, session: Session, now: float) -> None:
         """No request of the session is alive any more: its leases run."""
@@ -113,7 +117,8 @@ class Lifetimes:
         self._books.heirs.forget(session)
         self._books.num_conversations -= session.is_conversation
         session.idle.disarm()
-        for lineage in session.lineages:
+        # An edit of one that comes to its end takes an empty one out of the list.
+        for lineage in tuple(session.lineages):
             self._books.releases.let_go(lineage, placement=placement)
         for live in session.live:
             if live.held is not None:
@@ -212,9 +217,18 @@ class Lifetimes:
         lineage.base_tokens = 0
         if len(session.lineages) > 1:
             session.lineages.remove(lineage)
+        self._rest_without_lease(session, ended_at)
+
+    def lease_has_gone(self, session: Session, since: float) -> None:
+        """A lease has ended before its time; it may have been the session's last."""
+        if not session.is_freed:
+            self._books.standing.stand_again(session)
+        self._rest_without_lease(session, since)
+
+    def _rest_without_lease(self, session: Session, since: float) -> None:
         if session.is_freed or session.is_busy:
             return
         session.idle.disarm()
         parent = session.parent
-        self._rest(session, ended_at)
+        self._rest(session, since)
         self.child_rests(parent)

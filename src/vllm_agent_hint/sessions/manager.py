@@ -112,6 +112,7 @@ class SessionAwareManager:
             return None
         if session.live:
             session.had_company = True
+            self._lifetimes.stop_expiring(session)
         else:
             self._lifetimes.suspend(session)
         live = LiveRequest(session, intent)
