@@ -216,7 +216,7 @@ class Settings(BaseSettings):
         ge=0,
         le=100_000_000,
         description="Block hashes remembered of what sessions have in a KV connector, counted "
-        "once per session. Above it the session that was used longest ago is forgotten there.",
+        "once per context. Above it the session that was used longest ago is forgotten there.",
     )
     max_prefetches: int = Field(
         default=2,

@@ -42,7 +42,7 @@ class PromptHasher:
 
 
 class PromptInHashing:
-    """A prompt whose first blocks have been hashed.
+    """A prompt that is being hashed, its first blocks first.
 
     To vLLM it is a request that grows, as one does whose tokens are being made: with each slice
     it hashes the blocks that have become whole.
