@@ -20,6 +20,7 @@ PROMPT_BLOCKS = 7  # of 1000 tokens, 128 each
 STATS: dict[str, Any] = {
     "active": True,
     "sessions": 2,
+    "conversations": 17,
     "records": 9,
     "leases": 11,
     "blocks": {"ordinary": 10, "session": 4, "ttl": 3},
@@ -63,7 +64,7 @@ def soon(read: Callable[[], float], expected: float) -> None:
 
 def test_every_series_is_there_at_zero_from_the_start(serve: Serve) -> None:
     metrics = serve("qwen3-small", FEW_BLOCKS).metrics()
-    gauges = {"active", "sessions", "records", "leases", "blocks"}
+    gauges = {"active", "sessions", "conversations", "records", "leases", "blocks"}
     gauges |= {"remote_tracked_keys", "remote_shared_keys"}
     gauges |= {"prefetches_waiting", "prefetches_loading"}
     counters = {
@@ -225,6 +226,7 @@ def test_gauges_are_absolute_and_counters_add_up(metrics: AgentHintMetrics) -> N
     assert seen.total(f"{PREFIX}active", engine="0") == 0
     assert seen.total(f"{PREFIX}records", engine="1") == 9
     assert seen.total(f"{PREFIX}leases", engine="1") == 11
+    assert seen.total(f"{PREFIX}conversations", engine="1") == 17
     assert seen.total(f"{PREFIX}superseded_blocks_total", engine="1") == 24
     assert seen.total(f"{PREFIX}superseded_tokens_total", engine="1") == 26
     assert seen.total(f"{PREFIX}superseded_regret_tokens_total", engine="1") == 28

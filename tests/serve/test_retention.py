@@ -70,6 +70,31 @@ def test_a_hinted_context_survives_the_flood_that_evicts_it_from_stock(
 
 
 @KINDS
+def test_a_conversation_without_a_hint_survives_the_flood_beside_a_hinted_session(
+    serve: Serve, kind: str, args: list[str]
+) -> None:
+    def third_turn(server: TestServer) -> tuple[int, list[int]]:
+        said: list[int] = []
+        context = tokens(1_200, 1)
+        server.complete(tokens(300, 9), HINT)
+        for seed in (2, 3):
+            said += server.complete(context, max_tokens=8).token_ids
+            context = [*context, *said[-8:], *tokens(200, seed)]
+        said += flood(server)
+        third = server.complete(context, max_tokens=8)
+        return third.cached_tokens, [*said, *third.token_ids]
+
+    ordinary, said_ordinary = third_turn(serve(kind, args, {"VLLM_AGENT_HINT_CONVERSATIONS": "0"}))
+    server = serve(kind, args)
+    recognised, said_recognised = third_turn(server)
+
+    assert ordinary == 0
+    assert recognised >= 1_200 - BLOCK
+    assert server.metrics()["vllm:agent_hint_conversations"] == 1
+    assert said_ordinary == said_recognised
+
+
+@KINDS
 def test_greedy_tokens_are_the_same_with_edits_flying(
     serve: Serve, kind: str, args: list[str]
 ) -> None:

@@ -135,6 +135,7 @@ class Conversations:
         conversation.num_hashes = len(hashes)
         conversation.came_at = now
         self._by_hash[last] = conversation
+        self._by_hash.move_to_end(last)
         return conversation, gap
 
     def _last(self, hashes: Sequence[Hashable]) -> Hashable | None:

@@ -178,10 +178,10 @@ class SessionAwareManager:
         return live
 
     def request_scheduled(self, live: LiveRequest, prompt: Prompt) -> None:
-        """A hinted request comes to run, for the first time or again.
+        """A request comes to run, for the first time or again.
 
         Args:
-            live: The handle from ``request_added``.
+            live: Its handle.
             prompt: Hashes of its complete blocks.
         """
         if live.is_placed or live.session.is_freed:
