@@ -14,6 +14,7 @@ from vllm_agent_hint.cli.bench.blocks import LIVE_SESSIONS, scale, unhinted_bloc
 from vllm_agent_hint.cli.bench.figure import Figure, Measured
 from vllm_agent_hint.cli.bench.memory import SESSIONS, bytes_per_block, bytes_per_record, gc_ratio
 from vllm_agent_hint.cli.bench.pressure import pressure_allocation
+from vllm_agent_hint.cli.bench.recognition import recognition
 from vllm_agent_hint.cli.bench.sharing import shared_release_slice
 from vllm_agent_hint.cli.bench.steps import unhinted_steps
 from vllm_agent_hint.cli.bench.ticks import (
@@ -60,6 +61,7 @@ def rows(scale_down: int) -> list[Row]:
         Row("unhinted_step_ratio", 1.02, "", lambda: unhinted_steps(sections=60 // n)),
         Row("hinted_turn_ratio", 1.5, "", lambda: hinted_turn(pairs=40 // n)),
         Row("scale", 1.25, "", lambda: scale(rounds=100 // n)),
+        Row("recognition_us", 100.0, "us", lambda: recognition(prompts=200 // n)),
         Row("idle_tick_us", 0.5, "us", idle_tick),
         Row("expiry_slice_ms", 1.0, "ms", lambda: expiry_slice(sessions=expiring)),
         Row("expiry_allocation_ratio", 2.0, "", lambda: expiry_allocation(sessions=expiring)),
