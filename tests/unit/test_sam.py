@@ -277,12 +277,13 @@ class SessionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.recorded)
     @rule(wanted=st.integers(1, 6), leased=st.booleans())
     def blocks_are_chosen(self, wanted: int, leased: bool) -> None:
-        """Of free blocks that one lineage holds, and of one zone."""
+        """Of free blocks that one session holds, and of one zone."""
         marks = [(block.count, block.deadline) for block in self.port.blocks]
         found = self.sam.give_way(self.engine.now, wanted, leased=leased)
         assert found <= wanted
         for block_id in self.port.free[:found]:
-            assert len(self.sam.ledger.index.owners(block_id)) == 1
+            owners = self.sam.ledger.index.owners(block_id)
+            assert len({chain.lineage.session for chain in owners}) == 1
             assert bool(self.port.blocks[block_id].deadline) is leased
         assert marks == [(block.count, block.deadline) for block in self.port.blocks]
 
