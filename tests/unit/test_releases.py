@@ -136,7 +136,8 @@ def test_a_lease_without_records_that_expires_late_ends_nothing_of_a_later_conte
     assert engine.sam.num_records == 3 * num_requests
 
 
-def test_an_expiry_that_another_prompt_of_the_session_has_interrupted_goes_on() -> None:
+def engine_that_lets_a_title_writer_expire() -> PlainEngine:
+    """A session of two prompts; the lease of the second has run out, and a slice is released."""
     engine = slow_engine()
     main = engine.arrive(SessionIntent(A, protections=(Protection(300.0),)))
     title = engine.arrive(SessionIntent(A, protections=(Protection(2.0),)))
@@ -148,6 +149,11 @@ def test_an_expiry_that_another_prompt_of_the_session_has_interrupted_goes_on() 
     engine.end(title)
     engine.now += 4.0
     engine.step()
+    return engine
+
+
+def test_an_expiry_that_another_prompt_of_the_session_has_interrupted_goes_on() -> None:
+    engine = engine_that_lets_a_title_writer_expire()
     engine.turn(A, "main goes on", ttl=300.0)
     engine.tick_to_the_end()
     assert engine.sam.num_records == len("main goes on")
@@ -156,17 +162,7 @@ def test_an_expiry_that_another_prompt_of_the_session_has_interrupted_goes_on() 
 
 def test_an_expiry_that_goes_on_beside_a_request_stops_for_the_next_one() -> None:
     """The next one may go on with the very prompt of which the first wants nothing."""
-    engine = slow_engine()
-    main = engine.arrive(SessionIntent(A, protections=(Protection(300.0),)))
-    title = engine.arrive(SessionIntent(A, protections=(Protection(2.0),)))
-    assert main is not None
-    assert title is not None
-    engine.run(main, "main")
-    engine.run(title, "title writer")
-    engine.end(main)
-    engine.end(title)
-    engine.now += 4.0
-    engine.step()
+    engine = engine_that_lets_a_title_writer_expire()
     beside = engine.arrive(SessionIntent(A))
     assert beside is not None
     engine.run(beside, "main goes on")
