@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from tests.engine.made_traces import BLOCK, Prompt, Traces, session
 from vllm_agent_hint.cli import app
 from vllm_agent_hint.cli.bench.replay import task as task_module
 from vllm_agent_hint.cli.bench.replay.arms import IdentityArm, Knowledge, TurnArm, arm_named
@@ -21,44 +21,14 @@ from vllm_agent_hint.cli.bench.replay.bounds import replay_min, replay_session_m
 from vllm_agent_hint.cli.bench.replay.caches import ChainHashes
 from vllm_agent_hint.cli.bench.replay.closed_loop import ClosedLoop, TimeModel
 from vllm_agent_hint.cli.bench.replay.driver import build_cache, replay_open_loop
-from vllm_agent_hint.cli.bench.replay.hindsight import HindsightPolicy
 from vllm_agent_hint.cli.bench.replay.lru import replay_lru
 from vllm_agent_hint.cli.bench.replay.plots import overview
 from vllm_agent_hint.cli.bench.replay.segments import segment
 from vllm_agent_hint.cli.bench.replay.workload import Traffic, Workload, compose
-from vllm_agent_hint.sessions.policy import RestingTurn
-from vllm_agent_hint.traces.model import Trace, TracedRequest, TracedSession, TraceError
+from vllm_agent_hint.traces.model import TraceError
 from vllm_agent_hint.traces.plain import write_plain
 
-BLOCK = 16
 MANAGED = ("stock", "slru", "hints", "hints:lru@0", "hints:deadline@never", "auto", "identity")
-
-Prompt = Sequence[int]
-"""Content of each complete block."""
-
-
-class Traces:
-    """Makes traces whose chain ids are prefix-exact."""
-
-    def __init__(self, block_size: int = BLOCK) -> None:
-        self.block_size = block_size
-        self._ids: dict[tuple[int, ...], int] = {}
-
-    def request(
-        self, at: float, prompt: Prompt, *, beyond: int = 1, out: int = 1, **more: Any
-    ) -> TracedRequest:
-        """A request of complete blocks and ``beyond`` tokens more."""
-        content = tuple(prompt)
-        ids = [self._ids.setdefault(content[: k + 1], len(self._ids)) for k in range(len(content))]
-        tokens = len(ids) * self.block_size + beyond
-        return TracedRequest(at, tokens, out, np.array(ids, dtype=np.int64), **more)
-
-    def trace(self, *sessions: TracedSession) -> Trace:
-        return Trace("t", self.block_size, sessions)
-
-
-def session(name: str, start: float | None, *requests: TracedRequest, **more: Any) -> TracedSession:
-    return TracedSession(name, requests, start, **more)
 
 
 def hits(policy: str, workload: Workload, blocks: int) -> list[int]:
@@ -317,29 +287,6 @@ def test_hints_are_turn_and_lifecycle_sixty_seconds_late() -> None:
     assert Knowledge.LIFECYCLE not in never.knows
     assert arm_named("auto@5") is None
     assert arm_named("best") is None
-
-
-def test_hindsight_knows_the_gaps_of_a_class_that_is_going_to_come_back() -> None:
-    traces = Traces()
-
-    def turns(name: str, tool: str, gap: float) -> TracedSession:
-        at = (0.0, gap)
-        prompts = [traces.request(when, [0], stop="tool_use", tool=tool) for when in at]
-        return session(name, 0.0, *prompts)
-
-    trace = traces.trace(turns("soon", "read", 2.0), turns("late", "build", 200.0))
-    arm = arm_named("hints:hindsight")
-    assert arm is not None
-    order = HindsightPolicy(compose([trace], users=1, seed=1), arm)
-
-    def worth(tool: str, resting: float) -> float:
-        turn = RestingTurn(ended="tool_call", tool=tool, output_tokens=1)
-        return order.worth(order.class_of(turn), resting)
-
-    assert worth("read", 0.0) > worth("build", 0.0) > 0.0
-    # Who was to be back long ago and is not will not come; of the other that is still believed.
-    assert worth("read", 100.0) == 0.0 < worth("build", 100.0)
-    assert worth("nobody has called this", 0.0) == 0.0
 
 
 def test_what_sam_has_counted_is_reported() -> None:

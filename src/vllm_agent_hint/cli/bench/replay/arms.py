@@ -34,6 +34,16 @@ class Knowledge(StrEnum):
     LIFECYCLE = "lifecycle"
 
 
+class Taught(StrEnum):
+    """What the order under pressure has learnt from beforehand."""
+
+    NOTHING = ""
+    BY_OTHERS = "taught"
+    """All sessions of the traces that the workload leaves out: what can be learnt at most."""
+    BY_ITSELF = "hindsight"
+    """The workload that it is going to see: what its classes can bring at most."""
+
+
 class Arm(Protocol):
     """What a client tells of its sessions."""
 
@@ -50,8 +60,8 @@ class Arm(Protocol):
         """The order under pressure."""
 
     @property
-    def has_hindsight(self) -> bool:
-        """Whether the order knows the distribution of all gaps beforehand: a bound."""
+    def taught(self) -> Taught:
+        """What the order has learnt from beforehand."""
 
     def intent(self, arrival: Arrival) -> SessionIntent | None:
         """The hint of a request; None for none."""
@@ -67,12 +77,12 @@ class IdentityArm:
     Args:
         sees_turns: Whether the server sees by itself how a turn ended, as with AUTO.
         give_way: See ``Arm``.
-        has_hindsight: See ``Arm``.
+        taught: See ``Arm``.
     """
 
     sees_turns: bool = True
     give_way: GiveWay = GiveWay.REUSE
-    has_hindsight: bool = False
+    taught: Taught = Taught.NOTHING
 
     @property
     def knows(self) -> tuple[Knowledge, ...]:
@@ -100,13 +110,13 @@ class TurnArm:
         is_leased: Whether it asks for a lease after each turn, by how it ended. Without one the
             session stands among all that have none, in the order of what is known of its turn.
         give_way: See ``Arm``.
-        has_hindsight: See ``Arm``.
+        taught: See ``Arm``.
     """
 
     end_delay: float | None = DEFAULT_END_DELAY
     is_leased: bool = False
     give_way: GiveWay = GiveWay.REUSE
-    has_hindsight: bool = False
+    taught: Taught = Taught.NOTHING
 
     @property
     def knows(self) -> tuple[Knowledge, ...]:
@@ -144,7 +154,9 @@ def key_of(arrival: Arrival) -> SessionKey:
 
 
 _NAMES: Final = re.compile(
-    r"(?P<arm>hints|auto|identity)(:(?P<order>reuse|deadline|lru|hindsight|leased))?(@(?P<delay>\d+|never))?"
+    r"(?P<arm>hints|auto|identity)"
+    r"(:(?P<order>reuse|deadline|lru|taught|hindsight|leased))?"
+    r"(@(?P<delay>\d+|never))?"
 )
 
 
@@ -153,10 +165,11 @@ def arm_named(policy: str) -> Arm | None:
 
     ``hints``: identity, turn and end. ``auto``: identity, and what the server sees of a turn's end.
     ``identity``: the same behind a front end that can't tell. ``hints:lru`` and ``hints:deadline``
-    give way in another order, ``hints:hindsight`` in that of the reuse index with nothing left to
-    learn: a bound. ``hints:leased`` asks for a lease after each turn, and so does
-    ``hints:deadline``, which goes by them. ``hints@600`` is told the end of a session 600 seconds
-    after its last turn, ``hints@never`` not at all.
+    give way in another order. ``hints:taught`` begins with what the sessions that are left out have
+    taught it, ``hints:hindsight`` knows the gaps of its classes beforehand: bounds.
+    ``hints:leased`` asks for a lease after each turn, and so does ``hints:deadline``, which goes by
+    them. ``hints@600`` is told the end of a session 600 seconds after its last turn,
+    ``hints@never`` not at all.
     """
     found = _NAMES.fullmatch(policy)
     if found is None:
@@ -164,14 +177,14 @@ def arm_named(policy: str) -> Arm | None:
     is_hinted = found["arm"] == "hints"
     if not is_hinted and (found["delay"] or found["order"] == "leased"):
         return None
-    has_hindsight = found["order"] == "hindsight"
+    taught = Taught(found["order"]) if found["order"] in [*Taught] else Taught.NOTHING
     named = {"deadline": GiveWay.DEADLINE, "lru": GiveWay.LRU}
     order = named.get(found["order"], GiveWay.REUSE)
     if not is_hinted:
-        return IdentityArm(found["arm"] == "auto", order, has_hindsight)
+        return IdentityArm(found["arm"] == "auto", order, taught)
     delay = found["delay"]
     end_delay: float | None = DEFAULT_END_DELAY
     if delay is not None:
         end_delay = None if delay == "never" else float(delay)
     is_leased = found["order"] in ("leased", "deadline")
-    return TurnArm(end_delay, is_leased, order, has_hindsight)
+    return TurnArm(end_delay, is_leased, order, taught)

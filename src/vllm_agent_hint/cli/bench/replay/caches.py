@@ -14,11 +14,10 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 
 from vllm_agent_hint.cli.bench.replay.arms import Arm, key_of
-from vllm_agent_hint.cli.bench.replay.hindsight import HindsightPolicy
 from vllm_agent_hint.cli.bench.replay.segments import slots_of
 from vllm_agent_hint.cli.bench.replay.slru import lay_under
+from vllm_agent_hint.cli.bench.replay.taught import taught_policy
 from vllm_agent_hint.cli.bench.replay.workload import Arrival, Workload
-from vllm_agent_hint.hookspecs import retention_policy
 from vllm_agent_hint.kvcache.block import Zone
 from vllm_agent_hint.kvcache.manager import TrackedRequest, agent_kv_cache_manager
 from vllm_agent_hint.sessions.intent import SessionKey
@@ -183,7 +182,7 @@ class HintedCache(StockCache):
             self.manager.group_layouts(),
             settings,
             self._now,
-            HindsightPolicy(workload, arm) if arm.has_hindsight else retention_policy(settings),
+            taught_policy(workload, arm, settings),
         )
         self.manager.on_served = self._served
         self.manager.block_pool.observer = self

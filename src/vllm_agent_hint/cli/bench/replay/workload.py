@@ -81,12 +81,14 @@ class Workload:
         sessions: All of them.
         arrivals: By time.
         num_ids: One more than the highest block id.
+        unplayed: What would arrive of the sessions of its traces that it leaves out, by time.
     """
 
     block_size: int
     sessions: tuple[PlayedSession, ...]
     arrivals: tuple[Arrival, ...]
     num_ids: int
+    unplayed: tuple[Arrival, ...] = ()
 
     @property
     def prompt_tokens(self) -> int:
@@ -124,6 +126,7 @@ def compose(
     if stagger is None:
         stagger = 0.0 if any(has_clock) else STAGGER_SECONDS
     played: list[PlayedSession] = []
+    left_out: list[PlayedSession] = []
     next_id = 0
     ends_at = float("inf")
     for number, trace in enumerate(traces):
@@ -132,25 +135,35 @@ def compose(
         families = _families(sessions)
         rng.shuffle(families)
         if number:
-            families = families[: max(1, round(share * len(families)))]
+            taken = max(1, round(share * len(families)))
+            left_out += _at_their_time(families[taken:])
+            families = families[:taken]
         if has_clock[number]:
-            new = [
-                _played(session, session.starts_at or 0.0, None)
-                for family in families
-                for session in family
-            ]
+            new = _at_their_time(families)
             ends_at = min(ends_at, max(s.starts_at + s.requests[-1].at for s in new))
         else:
-            new = list(_play(families, range(number * users, (number + 1) * users), stagger, rng))
+            new = [*_play(families, range(number * users, (number + 1) * users), stagger, rng)]
         played += _numbered(new, len(played), f"{number}/" if number else "")
+    left_out += [session for session in played if session.starts_at > ends_at]
+    arrivals = [arrival for arrival in _by_time(played) if arrival.at <= ends_at]
+    return Workload(block_size, tuple(played), tuple(arrivals), next_id, tuple(_by_time(left_out)))
+
+
+def _by_time(sessions: Iterable[PlayedSession]) -> list[Arrival]:
     arrivals = [
         Arrival(session.starts_at + request.at, session, turn)
-        for session in played
+        for session in sessions
         for turn, request in enumerate(session.requests)
     ]
-    arrivals = [arrival for arrival in arrivals if arrival.at <= ends_at]
-    arrivals.sort(key=lambda arrival: (arrival.at, arrival.session.number, arrival.turn))
-    return Workload(block_size, tuple(played), tuple(arrivals), next_id)
+    return sorted(arrivals, key=lambda arrival: (arrival.at, arrival.session.number, arrival.turn))
+
+
+def _at_their_time(families: Iterable[Iterable[TracedSession]]) -> list[PlayedSession]:
+    return [
+        _played(session, session.starts_at or 0.0, None)
+        for family in families
+        for session in family
+    ]
 
 
 def _families(sessions: Iterable[TracedSession]) -> list[list[TracedSession]]:
