@@ -30,6 +30,7 @@ from vllm_agent_hint.kvcache.manager import KVCacheManagerMixin
 from vllm_agent_hint.kvcache.pool import AgentBlockPool, PoolObserver
 from vllm_agent_hint.sessions.ledger import Ledger
 from vllm_agent_hint.sessions.manager import SessionAwareManager
+from vllm_agent_hint.sessions.usage import Usage
 from vllm_agent_hint.settings import Settings
 
 
@@ -282,7 +283,7 @@ FAULTS: list[tuple[Any, str, Callable[[Engine], None]]] = [
     (SessionAwareManager, "start_edits", edit_with_a_request),
     (SessionAwareManager, "start_edits", manage),
     (SessionAwareManager, "reject_edits", abort_with_an_edit),
-    (Ledger, "note_hits", hit),
+    (Usage, "note_hits", hit),
     (Ledger, "blocks_reused", reuse),
     (Ledger, "block_moved", move),
     (Ledger, "write_deadlines", finish),

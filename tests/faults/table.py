@@ -1381,15 +1381,15 @@ FAULTS: Final = (
     Fault(
         "unhinted engines look for conversations",
         breaks="an engine that has never seen a hint does what stock does, at its cost",
-        file="sessions/manager.py",
-        old="self._books.settings.conversations and self.num_hinted_sessions > 0",
+        file="sessions/recognition.py",
+        old="self._books.settings.conversations and self._books.num_hinted_sessions > 0",
         new="self._books.settings.conversations",
         tests=("engine/test_conversations.py",),
     ),
     Fault(
         "two at once are one conversation",
         breaks="a prefix that many have is nobody's conversation",
-        file="sessions/manager.py",
+        file="sessions/recognition.py",
         old="            conversation.is_shared = True\n",
         new="            pass\n",
         tests=("unit/test_conversations.py",),
@@ -1421,7 +1421,7 @@ FAULTS: Final = (
     Fault(
         "tenants go on with one another",
         breaks="no tenant goes on with another's conversation",
-        file="sessions/manager.py",
+        file="sessions/recognition.py",
         old="            and conversation.tenant == tenant\n",
         new="",
         tests=("unit/test_conversations.py",),
@@ -1453,7 +1453,7 @@ FAULTS: Final = (
     Fault(
         "an evict takes what a conversation was served from",
         breaks="no edit changes the hits of requests outside the session",
-        file="sessions/ledger.py",
+        file="sessions/usage.py",
         old="                if session.is_conversation:\n",
         new="                if False:\n",
         tests=("unit/test_conversations.py",),

@@ -164,7 +164,7 @@ class PlainEngine:
     def _note_hits(self, request: Request | None, group: int, block_ids: Sequence[int]) -> None:
         hashes = [self.port.blocks[i].hash for i in block_ids]
         session = request.live.session if request else None
-        self.sam.ledger.note_hits(session, group, list(block_ids), hashes)
+        self.sam.ledger.usage.note_hits(session, group, list(block_ids), hashes)
         if self.naive:
             self.naive.note_hits(request.naive.session if request else None, block_ids)
 

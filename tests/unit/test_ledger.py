@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.unit.plain_engine import DENSE, HYBRID, PAGE, PlainEngine
 from tests.unit.session_invariants import check_records, owners_by_chains
-from vllm_agent_hint.sessions import ledger as ledger_module
+from vllm_agent_hint.sessions import deadlines
 from vllm_agent_hint.sessions.deadlines import DeadlineSteps
 from vllm_agent_hint.sessions.intent import Protection, SessionIntent, SessionKey
 from vllm_agent_hint.sessions.lineage import (
@@ -48,7 +48,7 @@ def counted_owner_walks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return DeadlineSteps(chains, block_size)
 
     with monkeypatch.context() as patch:
-        patch.setattr(ledger_module, "DeadlineSteps", counting)
+        patch.setattr(deadlines, "DeadlineSteps", counting)
         yield walks
 
 
@@ -128,7 +128,7 @@ def test_a_hit_on_a_shared_prefix_looks_at_its_owners_once(
     blocks = shared.blocks_of(KEYS[0])
     hashes = [shared.port.blocks[i].hash for i in blocks]
     session = shared.sam.sessions[KEYS[0]]
-    shared.sam.ledger.note_hits(session, 0, blocks, hashes)
+    shared.sam.ledger.usage.note_hits(session, 0, blocks, hashes)
     assert len(looks) == 1
     chain = session.lineage.chains[0]
     assert not any(shared.sam.ledger.is_exclusive(chain, i) for i in range(len(chain)))

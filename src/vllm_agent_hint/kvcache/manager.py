@@ -201,7 +201,7 @@ class KVCacheManagerMixin:
                 own = self._held_beside(tracked, request.request_id, group)
                 hit = [b for b in hit if b._session_ref_cnt or b.block_id not in own]
             if hit:
-                sam.ledger.note_hits(
+                sam.ledger.usage.note_hits(
                     tracked.live.session if tracked is not None else None,
                     group,
                     [b.block_id for b in hit],

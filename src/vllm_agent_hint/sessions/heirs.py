@@ -119,13 +119,13 @@ class Heirs:
         Only for what this estate gave the block: whoever gave it more keeps that, or has an heir
         of its own. Of several estates that gave it as much, the last to be settled has the heir.
         """
-        if not self._ledger.is_used_without_claim(chain, position):
-            return False
         block_id = chain.block_ids[position]
+        if not self._ledger.usage.is_unclaimed(block_id, chain.hashes[position]):
+            return False
         if self._ledger.index.is_held_only_by(chain, block_id):
             return True
         first_token = chain.logical_index(position) * self._ledger.layouts[chain.group].block_size
-        others = self._ledger.deadline_of_others(chain, block_id)
+        others = self._ledger.deadlines_of_others(chain).of(block_id)
         return others < estate.deadline_at(first_token)
 
     def _earlier_heir(self, estate: Estate, block_id: int) -> Session | None:

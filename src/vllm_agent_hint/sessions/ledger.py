@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import compress, groupby
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from vllm_agent_hint.sessions.blockmeta import BlockMetaPort, BulkMetaUpdate
-from vllm_agent_hint.sessions.deadlines import DeadlineSteps
+from vllm_agent_hint.sessions.deadlines import DeadlinesOfOthers
 from vllm_agent_hint.sessions.index import BlockIndex, Holders
 from vllm_agent_hint.sessions.lineage import (
     LOST,
@@ -16,8 +16,8 @@ from vllm_agent_hint.sessions.lineage import (
     Lineage,
     RecordedPrefix,
 )
-from vllm_agent_hint.sessions.session import Session
 from vllm_agent_hint.sessions.tail import Record, tail_first
+from vllm_agent_hint.sessions.usage import Usage
 from vllm_agent_hint.settings import Placement
 
 
@@ -54,10 +54,7 @@ class Ledger:
         self.port = port
         self.layouts = tuple(layouts)
         self.index = BlockIndex(port.num_gpu_blocks)
-        self._outside_hits: dict[int, bytes] = {}
-        """Block id -> the hash object that a request from outside the block's session hit."""
-        self._unclaimed_use: dict[int, bytes] = {}
-        """The same, where that request or the one that computed the block holds no claim on it."""
+        self.usage = Usage(self.index)
 
     # -- adding --------------------------------------------------------------------------------
 
@@ -232,7 +229,7 @@ class Ledger:
                     deadlines[k] = current
                 elif current > deadline:
                     uncertain.append(k)
-            others = DeadlinesOfOthers(self, chain).of_all([block_ids[k] for k in uncertain])
+            others = self.deadlines_of_others(chain).of_all([block_ids[k] for k in uncertain])
             for k, latest in zip(uncertain, others, strict=True):
                 if latest > deadline:
                     deadlines[k] = latest
@@ -369,7 +366,7 @@ class Ledger:
     def _exclusive(self, chain: Chain, positions: Sequence[int]) -> list[int]:
         """Blocks that a chain's session alone computed and nobody outside was served from."""
         held = zip(*_records(chain, positions), positions, strict=True)
-        hits, computed, index = self._outside_hits, chain.computed, self.index
+        hits, computed, index = self.usage.from_outside, chain.computed, self.index
         return [
             block_id
             for block_id, block_hash, i in held
@@ -402,7 +399,7 @@ class Ledger:
                 still_protected[block_ids[k]] = current
             elif current:
                 uncertain.append(block_ids[k])
-        others = DeadlinesOfOthers(self, chain).of_all(uncertain)
+        others = self.deadlines_of_others(chain).of_all(uncertain)
         still_protected.update(zip(uncertain, others, strict=True))
 
     # -- asking --------------------------------------------------------------------------------
@@ -444,12 +441,9 @@ class Ledger:
         ]
         return list(compress(alone, self.port.are_free([i for i, _ in alone], leased=leased)))
 
-    def deadline_of_others(self, chain: Chain, block_id: int) -> float:
-        """The latest deadline that other lineages give a block; 0.0 if none does. O(owners).
-
-        For many blocks ask one ``DeadlinesOfOthers``.
-        """
-        return DeadlinesOfOthers(self, chain).of(block_id)
+    def deadlines_of_others(self, chain: Chain) -> DeadlinesOfOthers:
+        """What other lineages give the blocks of a chain, for one operation."""
+        return DeadlinesOfOthers(self.index, self.layouts[chain.group].block_size, chain)
 
     def _deadline_at(self, chain: Chain, logical: int) -> float:
         """The deadline that a chain's lineage gives one of its blocks."""
@@ -463,125 +457,29 @@ class Ledger:
         """Whether the session alone computed a block and nobody outside was served from it."""
         return bool(self._exclusive(chain, (position,)))
 
-    def is_used_without_claim(self, chain: Chain, position: int) -> bool:
-        """Whether somebody uses a block, or has computed it, who holds no claim on it."""
-        block_hash = self._unclaimed_use.get(chain.block_ids[position])
-        return block_hash is chain.hashes[position]
-
     # -- what the pool reports -----------------------------------------------------------------
-
-    def note_hits(
-        self, session: Session | None, group: int, block_ids: list[int], hashes: Iterable[bytes]
-    ) -> None:
-        """A request was served from these blocks; remember which of them belong to others.
-
-        O(blocks), at list speed where a session finds its own unshared context.
-
-        Args:
-            session: The request's own, or None if it is not hinted.
-            group: KV cache group.
-            block_ids: What it was served from, in token order.
-            hashes: The blocks' own hash objects; not asked for where nothing is to be noted.
-        """
-        if session is None:
-            hit = dict(zip(block_ids, hashes, strict=True))
-            self._outside_hits.update(hit)
-            self._unclaimed_use.update(hit)
-            return
-        not_own = self.index.not_held_alone(session.lineage.chains[group], block_ids)
-        if not not_own:
-            return
-        hashes = list(hashes)
-        belongs_to_others: dict[Holders, bool] = {}
-        for k in not_own:
-            holders = self.index.holders(block_ids[k])
-            if holders is None:
-                self._unclaimed_use[block_ids[k]] = hashes[k]
-                belongs_to_others[None] = True
-            elif holders not in belongs_to_others:
-                belongs_to_others[holders] = any(
-                    c.lineage.session is not session for c in self.index.chains_of(holders)
-                )
-            if belongs_to_others[holders]:
-                self._outside_hits[block_ids[k]] = hashes[k]
-                if session.is_conversation:
-                    # It has asked for no hint, so no edit of others may cost it this.
-                    self._unclaimed_use[block_ids[k]] = hashes[k]
 
     def blocks_reused(self, block_ids: Sequence[int]) -> None:
         """The pool has given these blocks to other content; their scalars are already zero."""
         for chain, logical in self.index.forget_all(block_ids):
             chain.mark_lost(chain.position_of(logical))
-        for marks in (self._outside_hits, self._unclaimed_use):
-            if marks:
-                for block_id in block_ids:
-                    marks.pop(block_id, None)
+        self.usage.blocks_reused(block_ids)
 
     def block_moved(self, old_id: int, new_id: int) -> None:
         """The pool has moved a block's content and its scalars to another block."""
         for chain in self.index.rename(old_id, new_id):
             chain.block_ids[chain.position_of(self.index.logical_index(new_id))] = new_id
-        for marks in (self._outside_hits, self._unclaimed_use):
-            if old_id in marks:
-                marks[new_id] = marks.pop(old_id)
-
-    def forget_hits(self) -> None:
-        """Nobody holds anything any more, so nobody can be from outside."""
-        self._outside_hits.clear()
-        self._unclaimed_use.clear()
+        self.usage.block_moved(old_id, new_id)
 
     def clear(self) -> None:
         """Forget every record, after a reset that has zeroed every scalar."""
         self.index.clear()
-        self.forget_hits()
+        self.usage.clear()
 
     def _forget_refused(self, done: BulkMetaUpdate) -> None:
         """A block lost its content unseen: drop its records, so that counts stay true."""
         if done.refused:
             self.blocks_reused([block_id for block_id, _ in done.refused])
-
-
-class DeadlinesOfOthers:
-    """What the other owners of a chain's blocks give them, in one operation.
-
-    Works the deadlines out once for each distinct set of owners: blocks of a shared prefix have
-    the same. So it lives no longer than until a lease or an owner changes.
-
-    Args:
-        ledger: The accounts.
-        chain: Whose blocks; its own deadlines don't count.
-    """
-
-    def __init__(self, ledger: Ledger, chain: Chain) -> None:
-        self._index = ledger.index
-        self._block_size = ledger.layouts[chain.group].block_size
-        self._chain = chain
-        self._known: dict[Holders, DeadlineSteps] = {}
-
-    def of(self, block_id: int) -> float:
-        """The latest deadline that others give a block, whether or not the chain records it."""
-        return self.of_all((block_id,))[0]
-
-    def of_all(self, block_ids: Sequence[int]) -> list[float]:
-        """The same for many blocks. O(owners + blocks), 100 ns a block."""
-        deadlines: list[float] = []
-        last: Holders = None
-        steps, flat = _NOBODYS, _NOBODYS.flat
-        for held, logical in self._index.entries(block_ids):
-            if held is not last:
-                last = held
-                steps = self._known.get(held) or self._work_out(held)
-                flat = steps.flat
-            deadlines.append(steps.at(logical) if flat is None else flat)
-        return deadlines
-
-    def _work_out(self, holders: Holders) -> DeadlineSteps:
-        others = self._index.chains_of(self._index.others(self._chain, holders))
-        self._known[holders] = steps = DeadlineSteps(others, self._block_size)
-        return steps
-
-
-_NOBODYS: Final = DeadlineSteps((), 1)
 
 
 def _records(chain: Chain, positions: Sequence[int]) -> tuple[list[int], list[bytes]]:

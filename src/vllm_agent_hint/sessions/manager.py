@@ -1,7 +1,7 @@
 """SessionAwareManager: the only object of the session core that the engine talks to."""
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from vllm_agent_hint.hints import EditResult, EditStatus, RetentionResult
@@ -16,6 +16,7 @@ from vllm_agent_hint.sessions.intent import Edit, Protection, SessionIntent, Ses
 from vllm_agent_hint.sessions.lifetimes import Lifetimes
 from vllm_agent_hint.sessions.lineage import GroupLayout, Lineage, RecordedPrefix
 from vllm_agent_hint.sessions.policy import RestingTurn, RetentionPolicy, policy_of
+from vllm_agent_hint.sessions.recognition import Recognizer
 from vllm_agent_hint.sessions.recording import Recorder
 from vllm_agent_hint.sessions.remote import RemoteKV
 from vllm_agent_hint.sessions.session import LiveRequest, Session
@@ -51,6 +52,7 @@ class SessionAwareManager:
         capacity = Capacity(books, self._lifetimes.settle_without_records)
         self._recorder = Recorder(books, capacity)
         self._edits = Edits(books, self._lifetimes)
+        self._recognizer = Recognizer(books, self._lifetimes)
         self.sessions = books.sessions
         self.ledger = books.ledger
         self.standing = books.standing
@@ -128,7 +130,7 @@ class SessionAwareManager:
     @property
     def recognizes(self) -> bool:
         """Whether requests without a hint are looked at: only beside sessions that have one."""
-        return self._books.settings.conversations and self.num_hinted_sessions > 0
+        return self._recognizer.is_active
 
     def unhinted_added(
         self, hashes: Sequence[bytes], now: float, *, tenant: str = ""
@@ -146,34 +148,7 @@ class SessionAwareManager:
             A handle for the other calls if it goes on with an earlier one, else None: then nothing
             else is to be told of it.
         """
-        conversations = self._books.conversations
-        known_by, conversation = conversations.find(hashes) or (None, None)
-        if (
-            conversation is not None
-            and conversation.tenant == tenant
-            and conversation.is_continued_by(hashes)
-        ):
-            session = self.sessions.get(conversation.key)
-            if session is None or not session.live:
-                return self._go_on(known_by, hashes, now)
-            # Two at once: what they begin with is a prefix that many have.
-            conversation.is_shared = True
-        forgotten = conversations.begin(hashes, now, tenant)
-        if forgotten is not None and forgotten.key in self.sessions:
-            self._lifetimes.free(self.sessions[forgotten.key])
-            self._reschedule()
-        return None
-
-    def _go_on(self, known_by: Hashable, hashes: Sequence[bytes], now: float) -> LiveRequest:
-        conversation, since_it_came = self._books.conversations.go_on(known_by, hashes, now)
-        tenant = conversation.tenant
-        session = self._lifetimes.use_conversation(conversation.key, tenant)
-        self._lifetimes.suspend(session)
-        live = LiveRequest(session, SessionIntent(None, tenant=tenant))
-        rested = self.standing.come_back(session, now)
-        live.gap = since_it_came if rested is None else rested
-        live.conversation_turns = conversation.num_turns
-        session.live.add(live)
+        live = self._recognizer.added(hashes, now, tenant)
         self._reschedule()
         return live
 
@@ -464,4 +439,4 @@ class SessionAwareManager:
             return
         self.next_tick_at = self.agenda.next_at
         if not self.sessions:
-            self.ledger.forget_hits()
+            self.ledger.usage.clear()
